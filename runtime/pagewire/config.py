@@ -1,0 +1,112 @@
+"""The one configuration: frozen, strict about unknown keys. Command-line flags are generated from it.
+
+Each section is a frozen struct whose fields carry their limits (`msgspec.Meta`) and their help text
+(`Meta(description=…)`). No environment variable changes behaviour.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from pagewire.errors import ConfigError
+
+_Int = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all sections."""
+
+
+class ModelConfig(_Section):
+    """Which model, and how it is loaded."""
+
+    path: Annotated[str, msgspec.Meta(description="a GGUF file, or a folder in Hugging Face layout")] = ""
+    name: Annotated[str, msgspec.Meta(description="name told to clients; default: the file's or folder's name")] = ""
+    load_format: Annotated[
+        Literal["auto", "gguf", "safetensors", "dummy"],
+        msgspec.Meta(description="auto: by what the path holds; dummy: random weights for a config.json"),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        msgspec.Meta(description="auto: float32 on a CPU, bfloat16 on a GPU"),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], msgspec.Meta(description="where it runs")] = "auto"
+    max_model_len: Annotated[int, msgspec.Meta(ge=0, description="longest sequence in tokens; 0: the model's own")] = 0
+
+
+class CacheConfig(_Section):
+    """KV memory."""
+
+    block_size: Annotated[Literal[16, 32, 64], msgspec.Meta(description="tokens in a block")] = 16
+    kv_bytes: Annotated[
+        int, msgspec.Meta(ge=0, description="bytes for KV blocks; 0: what suits the machine")
+    ] = 0
+    prefix_cache: Annotated[bool, msgspec.Meta(description="keep and share the KV of common prefixes")] = True
+
+
+class SchedulerConfig(_Section):
+    """What a step may hold and how long anything may wait."""
+
+    max_rows: Annotated[int, msgspec.Meta(ge=1, le=8192, description="sequences running at once")] = 64
+    max_step_tokens: Annotated[int, msgspec.Meta(ge=1, description="tokens computed in one step at most")] = 512
+    max_waiting: Annotated[int, msgspec.Meta(ge=1, description="requests queued at most; more are refused")] = 4096
+    max_prefix_wait_steps: Annotated[
+        int, msgspec.Meta(ge=0, description="steps that a prompt waits for a prefix being computed")
+    ] = 512
+    max_preemptions: Annotated[
+        int, msgspec.Meta(ge=1, description="after so many preemptions a sequence is not chosen again")
+    ] = 3
+    overlap: Annotated[bool, msgspec.Meta(description="plan one step ahead of the worker")] = True
+    seed: Annotated[int, msgspec.Meta(ge=0, description="seeds the draw of missing request seeds; 0: from the system")] = 0
+
+
+class EngineConfig(_Section):
+    """The engine loop."""
+
+    deterministic: Annotated[
+        bool, msgspec.Meta(description="tokens are bit-identical whatever the batch, cache and chunks; slower")
+    ] = False
+    threads: Annotated[int, msgspec.Meta(ge=0, description="compute threads of the CPU worker; 0: all cores")] = 0
+    stall_timeout_ms: Annotated[
+        int, msgspec.Meta(ge=100, description="a step longer than this turns readiness false")
+    ] = 10_000
+    decision_log: Annotated[int, msgspec.Meta(ge=1, description="scheduling decisions kept for a stall's dump")] = 1000
+
+
+class ServerConfig(_Section):
+    """Doors and limits."""
+
+    bind: Annotated[str, msgspec.Meta(description="where clients connect; default: ipc in a private directory")] = ""
+    max_connections: Annotated[int, msgspec.Meta(ge=1, description="connections at most")] = 1024
+    max_streams_per_connection: Annotated[int, msgspec.Meta(ge=1, description="open streams of one connection")] = 4096
+    max_message_bytes: Annotated[int, msgspec.Meta(ge=1024, description="largest message taken")] = 16 * 2**20
+    heartbeat_ms: Annotated[int, msgspec.Meta(ge=10, description="how often a client pings")] = 1000
+    heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=50, description="silence after which a peer is lost")] = 10_000
+    drain_timeout_ms: Annotated[int, msgspec.Meta(ge=0, description="time for open streams at shutdown")] = 10_000
+    start_timeout_ms: Annotated[int, msgspec.Meta(ge=100, description="time for the engine to get ready")] = 300_000
+
+
+class Config(_Section):
+    """All of it."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+
+
+def from_mapping(values: dict[str, object]) -> Config:
+    """A configuration from nested plain values (TOML, command line).
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or out of range; `field` is the dotted key.
+    """
+    try:
+        return msgspec.convert(values, Config, strict=True)
+    except msgspec.ValidationError as error:
+        text, _, where = str(error).partition(" - at `$")
+        field = where.rstrip("`").lstrip(".").replace("[...]", "") or None
+        raise ConfigError(text, field=field) from None

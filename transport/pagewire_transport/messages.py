@@ -1,0 +1,248 @@
+"""Every message of the protocol, version 1. One struct a message, tagged by the field `t`, encoded as a MessagePack map.
+
+A frame is one version byte followed by one message (see `codec`). Integers in packed columns are little-endian.
+Requests refuse unknown fields by name; replies tolerate them, so that a newer server can say more.
+
+    client                                   server (gateway or engine)
+      │ hello ───────────────────────────────▶ │
+      │ ◀─────────────────────────── welcome   │
+      │ generate(stream=7) ──────────────────▶ │
+      │ ◀──────────────── accepted(stream=7)   │
+      │ ◀── tokens(columns of all my streams)  │   at most one a step a connection
+      │ ◀──────── finished(stream=7, choice=0) │   one a continuation
+      │ ◀──────────────────── done(stream=7)   │   after the last `finished`
+      │ ping ─────────────────────▶ ◀─── pong  │
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from pagewire_transport.params import SamplingParams
+
+PROTOCOL_VERSION = 1
+MAX_STREAM = 2**32 - 1
+
+Stream = Annotated[int, msgspec.Meta(ge=0, le=MAX_STREAM)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class _FromClient(
+    msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True, forbid_unknown_fields=True, kw_only=True
+):
+    """Base of what a client may send."""
+
+
+class _FromServer(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True, kw_only=True):
+    """Base of what a server may send."""
+
+
+# ---- client → server -------------------------------------------------------------------------------------------------
+
+
+class Hello(_FromClient, tag="hello"):
+    """First message of a connection. Until it is answered by `welcome`, anything else is refused."""
+
+    versions: tuple[int, ...] = (PROTOCOL_VERSION,)
+    client: Name = ""
+    """Free text for logs: name and version of the client."""
+
+
+class Generate(_FromClient, tag="generate"):
+    """Start a stream. Exactly one of `prompt` (gateway only), `prompt_ids` and `messages` (gateway only)."""
+
+    stream: Stream
+    """Chosen by the client, unused so far on this connection."""
+    prompt: str | None = None
+    prompt_ids: bytes | None = None
+    """uint32 token ids, little-endian. Taken as they are: no BOS is added."""
+    messages: tuple[ChatMessage, ...] | None = None
+    template_kwargs: dict[str, str | int | float | bool | None] = {}  # noqa: RUF012
+    params: SamplingParams = SamplingParams()
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    """Higher runs first."""
+    namespace: Name = ""
+    """Prefix cache entries are shared inside a namespace only."""
+    echo_text: bool = True
+    """Gateway: send text beside token ids. False saves the detokenising where the client does it."""
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One turn of a conversation, as chat templates take it."""
+
+    role: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    content: str
+
+
+class Cancel(_FromClient, tag="cancel"):
+    """End a stream; answered by `finished` (reason `cancelled`) for each live choice and `done`."""
+
+    stream: Stream
+
+
+class Finish(_FromClient, tag="finish"):
+    """Cut a choice at token `at`: the first `at` generated tokens stay and count, the rest is dropped.
+
+    Sent by whoever holds the text when it finds a stop string; answered by `finished` (reason `stop`).
+    """
+
+    stream: Stream
+    choice: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    at: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class Ping(_FromClient, tag="ping"):
+    """Heartbeat. A connection that sends nothing for the server's `heartbeat_timeout_ms` is taken for lost."""
+
+    nonce: int = 0
+
+
+class Goodbye(_FromClient, tag="goodbye"):
+    """The client leaves; its streams are cancelled at once."""
+
+
+class GetStats(_FromClient, tag="get_stats"):
+    """Ask for one `stats` message."""
+
+
+# ---- server → client -------------------------------------------------------------------------------------------------
+
+
+class Welcome(_FromServer, tag="welcome"):
+    """Answer to `hello`: who serves what, under which limits."""
+
+    version: int
+    role: Literal["engine", "gateway"]
+    server: str
+    """Product name and version."""
+    model: str
+    vocab_size: int
+    max_model_len: int
+    max_streams: int
+    max_message_bytes: int
+    heartbeat_ms: int
+    heartbeat_timeout_ms: int
+    eos_ids: tuple[int, ...] = ()
+
+
+class Accepted(_FromServer, tag="accepted"):
+    """A `generate` passed every check and is queued."""
+
+    stream: int
+    request_id: str
+    seed: int
+    num_prompt_tokens: int
+    max_tokens: int
+    """What `max_tokens` resolved to."""
+
+
+class LogprobColumns(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Log-probabilities of the tokens of some entries of a `tokens` message, packed.
+
+    For token j of entry `entries[i]`: `chosen` holds one float32; `top_ids` / `top_logprobs` hold `top[i]` pairs.
+    `entries` are indices into the message's columns, ascending; their tokens follow one another.
+    """
+
+    entries: bytes  # uint32
+    top: bytes  # uint8, one an entry
+    chosen: bytes  # float32, one a token
+    top_ids: bytes = b""  # uint32
+    top_logprobs: bytes = b""  # float32
+
+
+class Tokens(_FromServer, tag="tokens"):
+    """What was generated since the last message, for every stream of this connection, in packed columns.
+
+    Entry e is a run of `counts[e]` tokens of choice `choices[e]` of stream `streams[e]`, the first of which has index
+    `starts[e]` among the generated tokens. `ids` holds the runs one after another.
+    """
+
+    streams: bytes  # uint32 × entries
+    starts: bytes  # uint32 × entries
+    ids: bytes  # uint32 × sum(counts)
+    counts: bytes = b""  # uint16 × entries; empty: all 1
+    choices: bytes = b""  # uint16 × entries; empty: all 0
+    texts: tuple[str, ...] = ()
+    """Gateway: the text that these tokens complete, one an entry; may be empty while a character is incomplete."""
+    logprobs: LogprobColumns | None = None
+
+
+class PromptLogprobs(_FromServer, tag="prompt_logprobs"):
+    """Log-probabilities of the prompt's tokens 1 … P−1 given what precedes them; sent once, before the first token."""
+
+    stream: int
+    top: int
+    chosen: bytes  # float32 × (P − 1)
+    top_ids: bytes = b""  # uint32 × (P − 1) × top
+    top_logprobs: bytes = b""  # float32 × (P − 1) × top
+
+
+class Finished(_FromServer, tag="finished"):
+    """One choice ended. Every token of it was sent before."""
+
+    stream: int
+    choice: int = 0
+    reason: FinishReason
+    num_tokens: int
+    stop: str | int | None = None
+    """The stop string or the stop token's id that ended it."""
+    text: str = ""
+    """Gateway: text that was held back until now."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a request; `cached` is the part of the prompt taken from the prefix cache."""
+
+    prompt: int
+    completion: int
+    cached: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured by the engine, nanoseconds since the request arrived there."""
+
+    queue_ns: int
+    """Until it was first scheduled."""
+    first_token_ns: int
+    """Until its first token was known."""
+    total_ns: int
+    num_preemptions: int = 0
+
+
+class Done(_FromServer, tag="done"):
+    """All choices ended; the stream's number may be used again."""
+
+    stream: int
+    seed: int
+    usage: Usage
+    timings: Timings
+
+
+class Error(_FromServer, tag="error"):
+    """A refusal. With `stream`: that stream is over. Without: the message that could not be honoured was dropped."""
+
+    code: str
+    message: str
+    stream: int | None = None
+    field: str | None = None
+    retry_after_ms: int | None = None
+
+
+class Pong(_FromServer, tag="pong"):
+    """Answer to `ping`."""
+
+    nonce: int = 0
+    ready: bool = True
+
+
+class Stats(_FromServer, tag="stats"):
+    """Counters and gauges by name; see `docs/metrics.md`."""
+
+    values: dict[str, float]
+
+
+FromClient = Hello | Generate | Cancel | Finish | Ping | Goodbye | GetStats
+FromServer = Welcome | Accepted | Tokens | PromptLogprobs | Finished | Done | Error | Pong | Stats
