@@ -43,7 +43,7 @@ class _FromServer(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True
 # ---- client → server -------------------------------------------------------------------------------------------------
 
 
-class Hello(_FromClient, tag="hello"):
+class Hello(_FromClient, tag="hello", kw_only=True):
     """First message of a connection. Until it is answered by `welcome`, anything else is refused."""
 
     versions: tuple[int, ...] = (PROTOCOL_VERSION,)
@@ -51,7 +51,7 @@ class Hello(_FromClient, tag="hello"):
     """Free text for logs: name and version of the client."""
 
 
-class Generate(_FromClient, tag="generate"):
+class Generate(_FromClient, tag="generate", kw_only=True):
     """Start a stream. Exactly one of `prompt` (gateway only), `prompt_ids` and `messages` (gateway only)."""
 
     stream: Stream
@@ -77,13 +77,13 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     content: str
 
 
-class Cancel(_FromClient, tag="cancel"):
+class Cancel(_FromClient, tag="cancel", kw_only=True):
     """End a stream; answered by `finished` (reason `cancelled`) for each live choice and `done`."""
 
     stream: Stream
 
 
-class Finish(_FromClient, tag="finish"):
+class Finish(_FromClient, tag="finish", kw_only=True):
     """Cut a choice at token `at`: the first `at` generated tokens stay and count, the rest is dropped.
 
     Sent by whoever holds the text when it finds a stop string; answered by `finished` (reason `stop`).
@@ -94,24 +94,24 @@ class Finish(_FromClient, tag="finish"):
     at: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
-class Ping(_FromClient, tag="ping"):
+class Ping(_FromClient, tag="ping", kw_only=True):
     """Heartbeat. A connection that sends nothing for the server's `heartbeat_timeout_ms` is taken for lost."""
 
     nonce: int = 0
 
 
-class Goodbye(_FromClient, tag="goodbye"):
+class Goodbye(_FromClient, tag="goodbye", kw_only=True):
     """The client leaves; its streams are cancelled at once."""
 
 
-class GetStats(_FromClient, tag="get_stats"):
+class GetStats(_FromClient, tag="get_stats", kw_only=True):
     """Ask for one `stats` message."""
 
 
 # ---- server → client -------------------------------------------------------------------------------------------------
 
 
-class Welcome(_FromServer, tag="welcome"):
+class Welcome(_FromServer, tag="welcome", kw_only=True):
     """Answer to `hello`: who serves what, under which limits."""
 
     version: int
@@ -128,7 +128,7 @@ class Welcome(_FromServer, tag="welcome"):
     eos_ids: tuple[int, ...] = ()
 
 
-class Accepted(_FromServer, tag="accepted"):
+class Accepted(_FromServer, tag="accepted", kw_only=True):
     """A `generate` passed every check and is queued."""
 
     stream: int
@@ -153,7 +153,7 @@ class LogprobColumns(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     top_logprobs: bytes = b""  # float32
 
 
-class Tokens(_FromServer, tag="tokens"):
+class Tokens(_FromServer, tag="tokens", kw_only=True):
     """What was generated since the last message, for every stream of this connection, in packed columns.
 
     Entry e is a run of `counts[e]` tokens of choice `choices[e]` of stream `streams[e]`, the first of which has index
@@ -170,7 +170,7 @@ class Tokens(_FromServer, tag="tokens"):
     logprobs: LogprobColumns | None = None
 
 
-class PromptLogprobs(_FromServer, tag="prompt_logprobs"):
+class PromptLogprobs(_FromServer, tag="prompt_logprobs", kw_only=True):
     """Log-probabilities of the prompt's tokens 1 … P−1 given what precedes them; sent once, before the first token."""
 
     stream: int
@@ -180,7 +180,7 @@ class PromptLogprobs(_FromServer, tag="prompt_logprobs"):
     top_logprobs: bytes = b""  # float32 × (P − 1) × top
 
 
-class Finished(_FromServer, tag="finished"):
+class Finished(_FromServer, tag="finished", kw_only=True):
     """One choice ended. Every token of it was sent before."""
 
     stream: int
@@ -212,7 +212,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
 
 
-class Done(_FromServer, tag="done"):
+class Done(_FromServer, tag="done", kw_only=True):
     """All choices ended; the stream's number may be used again."""
 
     stream: int
@@ -221,7 +221,7 @@ class Done(_FromServer, tag="done"):
     timings: Timings
 
 
-class Error(_FromServer, tag="error"):
+class Error(_FromServer, tag="error", kw_only=True):
     """A refusal. With `stream`: that stream is over. Without: the message that could not be honoured was dropped."""
 
     code: str
@@ -231,14 +231,14 @@ class Error(_FromServer, tag="error"):
     retry_after_ms: int | None = None
 
 
-class Pong(_FromServer, tag="pong"):
+class Pong(_FromServer, tag="pong", kw_only=True):
     """Answer to `ping`."""
 
     nonce: int = 0
     ready: bool = True
 
 
-class Stats(_FromServer, tag="stats"):
+class Stats(_FromServer, tag="stats", kw_only=True):
     """Counters and gauges by name; see `docs/metrics.md`."""
 
     values: dict[str, float]
