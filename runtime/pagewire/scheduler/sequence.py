@@ -1,0 +1,112 @@
+"""A sequence: one continuation of a request. A Python object, touched only when something happens to it.
+
+What every running sequence needs in every step lives in the arrays of `batch.Batch`, not here.
+
+Who owns which tokens of a sequence, in order of position:
+
+    0                  cached               computed        scheduled   known      predicted
+    ├── prefix hit ──────┼── KV written, ─────┼── planned, ────┼── the ledger: ─┼── sampled by steps ──┤
+    │   shared blocks    │   step applied     │   in flight    │   committed    │   not applied yet    │
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final
+
+import numpy as np
+
+from pagewire.cache.radix_tree import Lease
+from pagewire.errors import PagewireError
+from pagewire.request.request import Request, TokenArray
+from pagewire_transport.messages import FinishReason
+
+NO_ROW: Final = -1
+_NO_TOKENS: Final[TokenArray] = np.empty(0, np.int32)
+
+
+class SequenceState(Enum):
+    """Where a sequence stands.
+
+        WAITING ─▶ PREFILLING ─▶ RUNNING ⇄ PAUSED
+           ▲           │            │         │
+           └───────── PREEMPTED ◀───┴─────────┘         every state ─▶ FINISHED
+    """
+
+    WAITING = auto()
+    PREFILLING = auto()
+    RUNNING = auto()
+    PAUSED = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One continuation.
+
+    Attributes:
+        choice: its index among the request's `n`.
+        order: seniority: the n-th sequence ever submitted; lower is older.
+        slot: small int, stable for the sequence's life; arrays of the engine are indexed by it.
+        row: its row of the batch, or NO_ROW.
+        output: generated tokens while it has no row (before, between, after); in a row they are in the batch's ledger.
+        followers: for the leader of a fork, the sequences that start from its prompt; emptied when they have started.
+        leader: for a follower that has not started.
+        num_cached: prompt tokens taken from the prefix cache at first admission.
+        num_recomputed: tokens computed again after preemptions.
+    """
+
+    request: Request
+    choice: int
+    seed: int
+    order: int
+    slot: int
+    state: SequenceState = SequenceState.WAITING
+    row: int = NO_ROW
+    output: TokenArray = field(default_factory=lambda: _NO_TOKENS)
+    followers: list[Sequence] = field(default_factory=list)
+    leader: Sequence | None = None
+    lease: Lease | None = None
+    is_paused: bool = False
+    num_output: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    num_recomputed: int = 0
+    num_computed_once: int = 0
+    held_until_step: int = -1
+    was_held: bool = False
+    first_scheduled_ns: int | None = None
+    first_token_ns: int | None = None
+    finished_ns: int | None = None
+    finish_reason: FinishReason | None = None
+    stop: int | None = None
+    error: PagewireError | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens."""
+        return int(self.request.prompt_ids.size)
+
+    @property
+    def limit(self) -> int:
+        """Total length at which it ends."""
+        return self.num_prompt + self.request.max_tokens
+
+    @property
+    def is_live(self) -> bool:
+        """Not finished."""
+        return self.state is not SequenceState.FINISHED
+
+    def known_ids(self) -> TokenArray:
+        """Prompt and committed outputs, int32 [known]; only while it has no row."""
+        assert self.row == NO_ROW
+        if self.output.size == 0:
+            return self.request.prompt_ids
+        return np.concatenate([self.request.prompt_ids, self.output])
+
+    def is_junior_to(self, other: Sequence) -> bool:
+        """May be preempted in favour of `other`: lower priority, or the same and younger."""
+        mine, theirs = self.request.priority, other.request.priority
+        return mine < theirs or (mine == theirs and self.order > other.order)
