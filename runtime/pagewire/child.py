@@ -1,0 +1,124 @@
+"""A child process's side of its parent: configuration in, reports out, and an end when the parent ends.
+
+The supervisor starts `python -m pagewire.engine.main --config-fd 5 --report-fd 6`. Both are pipes that the child inherits:
+
+- config fd: the whole configuration as JSON, then end of file. No pickle, nothing on the command line, no file to clean.
+- report fd: JSON lines from the child, one `Report` each: `loading` (stage, for the log), then `ready` or `failed`.
+  It is also the lifeline: its read end closes when the parent dies, however that happens, and the child then leaves.
+
+The first thing that a child's `main` does, before it imports torch, is `leave_with_parent`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from typing import Final, Literal
+
+import msgspec
+
+from pagewire.config import Config
+from pagewire.errors import PagewireError
+
+_PR_SET_PDEATHSIG: Final = 1
+_LARGEST_CONFIG: Final = 1 << 20
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One line of the report pipe. Unknown fields are tolerated, so that a child may say more."""
+
+    event: Literal["loading", "ready", "failed"]
+    stage: str = ""
+    """What is being done, for `loading`: `import`, `weights`, `warm-up`, …"""
+    endpoint: str = ""
+    """Where the child listens, for `ready`."""
+    model: str = ""
+    info: dict[str, str | int | float | bool] = {}
+    """For `ready`: what is worth telling the user (KV blocks, longest sequence, …)."""
+    code: str = ""
+    """For `failed`: an error code of the error tree."""
+    message: str = ""
+    field: str | None = None
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Report)
+
+
+def encode_report(report: Report) -> bytes:
+    """One JSON line."""
+    return _encoder.encode(report) + b"\n"
+
+
+def decode_report(line: bytes) -> Report:
+    """The report in one line.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    return _decoder.decode(line)
+
+
+def failure(error: BaseException) -> Report:
+    """What to report about an error that ends the child while it starts."""
+    if isinstance(error, PagewireError):
+        return Report(event="failed", code=error.code, message=error.message, field=error.field)
+    return Report(event="failed", code="internal", message=f"{type(error).__name__}: {error}")
+
+
+class Reporter:
+    """Writes reports. A parent that is gone is no error here: `leave_with_parent` deals with it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def send(self, report: Report) -> None:
+        """Write one line; a pipe that is full for long means a parent that does not read, and blocks."""
+        line = encode_report(report)
+        try:
+            while line:
+                line = line[os.write(self._fd, line) :]
+        except BrokenPipeError:
+            return
+
+    def loading(self, stage: str) -> None:
+        self.send(Report(event="loading", stage=stage))
+
+    def failed(self, error: BaseException) -> None:
+        self.send(failure(error))
+
+
+def read_config(fd: int) -> Config:
+    """Read the configuration from an inherited pipe up to its end, and close it.
+
+    Raises:
+        ConfigError, msgspec.DecodeError: it is none.
+    """
+    with os.fdopen(fd, "rb") as pipe:
+        return msgspec.json.decode(pipe.read(_LARGEST_CONFIG), type=Config)
+
+
+def leave_with_parent(report_fd: int) -> None:
+    """From now on this process is killed as soon as its parent is gone (F19).
+
+    Two ways at once. Linux kills it through PR_SET_PDEATHSIG, which works even while C code holds the interpreter lock.
+    A thread watches the report pipe, which works everywhere, and also if the parent died before the first was set.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_watch, args=(report_fd,), name="lifeline", daemon=True).start()
+
+
+def _watch(report_fd: int) -> None:
+    poller = select.poll()
+    poller.register(report_fd, 0)  # errors and hang-ups are always reported
+    while True:
+        for _, event in poller.poll():
+            if event & (select.POLLERR | select.POLLHUP):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if event & select.POLLNVAL:
+                return
