@@ -1,0 +1,64 @@
+"""`pagewire serve [MODEL]`: run a server in the foreground until a signal ends it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+
+import msgspec
+
+from pagewire import log
+from pagewire.cli.flags import config_from
+from pagewire.cli.model_path import model_path
+from pagewire.config import Config
+from pagewire.errors import ConfigError
+from pagewire.supervisor.server import Server, serve
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Serve. Exit code 0 after SIGTERM, 130 after Ctrl-C, 1 if the server did not start or a part of it died."""
+    config = config_from(namespace)
+    if namespace.model is not None:
+        if config.model.path:
+            raise ConfigError("the model is named twice: as MODEL and as --path", field="model.path")
+        config = with_model(config, namespace.model)
+    config = with_model(config, str(model_path(config.model.path)))
+    log.configure("supervisor")
+    number = asyncio.run(_serve(config))
+    return 0 if number == signal.SIGTERM else 128 + number
+
+
+def with_model(config: Config, path: str) -> Config:
+    """The same configuration for another model."""
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
+
+
+async def _serve(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT, and drain; the signal's number. A second signal ends everything at once."""
+    stop = asyncio.Event()
+    received: list[int] = []
+    this = asyncio.current_task()
+    assert this is not None
+
+    def on_signal(number: int) -> None:
+        received.append(number)
+        if stop.is_set():
+            this.cancel()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await serve(Server(config), stop=stop, announce=_announce)
+    except asyncio.CancelledError:
+        if not received:
+            raise
+    return received[0]
+
+
+def _announce(server: Server) -> None:
+    print(f"{server.model} is served at {server.url}")
+    print('Try, in another terminal:  pagewire chat "Why is the sky blue?"')
+    print("Stop with Ctrl-C.", flush=True)

@@ -1,0 +1,67 @@
+"""Stands for the engine or the gateway in tests of the supervisor: `model.name` says how each behaves.
+
+`engine=sleep gateway=ok`: words are `role=behaviour`; a role not named behaves well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+
+from pagewire.child import Reporter, leave_with_parent, read_config
+from pagewire.errors import ModelError
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--config-fd", type=int)
+arguments.add_argument("--report-fd", type=int)
+arguments.add_argument("--engine", default="")
+given = arguments.parse_args()
+leave_with_parent(given.report_fd)
+config = read_config(given.config_fd)
+reporter = Reporter(given.report_fd)
+role = "gateway" if given.engine else "engine"
+behaviour = dict(word.split("=") for word in config.model.name.split()).get(role, "ok")
+folder = os.path.dirname(config.server.bind.removeprefix("ipc://"))
+stopping = threading.Event()
+
+
+def on_sigterm(number, frame):
+    with open(os.path.join(os.path.dirname(folder), "terminated"), "a") as file:
+        file.write(role + "\n")
+    if behaviour != "deaf":
+        stopping.set()
+
+
+signal.signal(signal.SIGTERM, on_sigterm)
+reporter.loading("import")
+print("noise on standard output", flush=True)
+if behaviour == "exit3":
+    sys.exit(3)
+if behaviour == "exit0":
+    sys.exit(0)
+if behaviour == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+reporter.loading("weights")
+if behaviour == "sleep":
+    time.sleep(600)
+if behaviour == "model_error":
+    reporter.failed(ModelError("the file is truncated", field="model.path"))
+    sys.exit(1)
+if behaviour == "spin":  # holds the interpreter and answers nothing
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    while True:
+        pass
+os.write(given.report_fd, b"garbage that is no report\n")
+ready = {"event": "ready", "endpoint": config.server.bind, "model": "fake", "info": {"kv_blocks": 7}, "newer": 1}
+import msgspec  # noqa: E402
+
+os.write(given.report_fd, msgspec.json.encode(ready) + b"\n")
+if behaviour == "die_later":
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+while not stopping.wait(0.05):
+    pass
