@@ -1,0 +1,1 @@
+"""Decides what runs in every step. Pure: see `scheduler`."""

@@ -20,6 +20,7 @@ import numpy as np
 from pagewire.cache.radix_tree import Lease
 from pagewire.errors import PagewireError
 from pagewire.request.request import Request, TokenArray
+from pagewire.step.step import Int32Array
 from pagewire_transport.messages import FinishReason
 
 NO_ROW: Final = -1
@@ -54,6 +55,10 @@ class Sequence:
         output: generated tokens while it has no row (before, between, after); in a row they are in the batch's ledger.
         followers: for the leader of a fork, the sequences that start from its prompt; emptied when they have started.
         leader: for a follower that has not started.
+        fork_blocks: for a leader in prefill, the block that each follower's partial tail will be copied to.
+        is_leaving: chosen for preemption, which completes when its step in flight is applied.
+        is_proven: a token was drawn from good logits since it got its row: the KV that led there may be shared.
+        num_known: while it has a row, the batch's array of known lengths.
         num_cached: prompt tokens taken from the prefix cache at first admission.
         num_recomputed: tokens computed again after preemptions.
     """
@@ -69,14 +74,17 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)
     leader: Sequence | None = None
     lease: Lease | None = None
+    num_known: Int32Array | None = None
+    fork_blocks: Int32Array = field(default_factory=lambda: _NO_TOKENS)
     is_paused: bool = False
-    num_output: int = 0
+    is_leaving: bool = False
+    is_proven: bool = False
     num_cached: int = 0
     num_preemptions: int = 0
     num_recomputed: int = 0
-    num_computed_once: int = 0
+    num_prompt_logprobs: int = 0
     held_until_step: int = -1
-    was_held: bool = False
+    is_held: bool = False
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     finished_ns: int | None = None
@@ -88,6 +96,13 @@ class Sequence:
     def num_prompt(self) -> int:
         """Prompt tokens."""
         return int(self.request.prompt_ids.size)
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens."""
+        if self.num_known is None:
+            return int(self.output.size)
+        return int(self.num_known[self.row]) - self.num_prompt
 
     @property
     def limit(self) -> int:

@@ -1,0 +1,134 @@
+"""Who may start: rows, blocks and shared prefixes decide."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagewire.config import SchedulerConfig
+from pagewire.request.request import Request
+from pagewire.scheduler.batch import Batch
+from pagewire.scheduler.departures import Departures
+from pagewire.scheduler.draft import Draft
+from pagewire.scheduler.memory import KvMemory
+from pagewire.scheduler.sequence import Sequence, SequenceState
+from pagewire.scheduler.victims import choose_victim
+from pagewire.scheduler.waiting import PrefixWaits, WaitingQueue
+
+WATERMARK = 0.01
+"""Share of the pool that admission leaves to running sequences: without it a newcomer is preempted in the next step."""
+
+
+class Admission:
+    """Admits the first of the queue, never one behind it: bypassing would starve large requests."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        memory: KvMemory,
+        waiting: WaitingQueue,
+        prefixes: PrefixWaits,
+        departures: Departures,
+        config: SchedulerConfig,
+    ) -> None:
+        self._batch = batch
+        self._memory = memory
+        self._waiting = waiting
+        self._prefixes = prefixes
+        self._departures = departures
+        self._config = config
+        self._watermark = int(memory.num_usable * WATERMARK)
+        self._refused: tuple[int, int, int] | None = None
+        self.num_hit_tokens = 0
+        self.num_prompt_tokens = 0
+
+    def num_blocks_to_start(self, request: Request) -> int:
+        """Blocks that a request needs before its first token: its prompt, and a partial tail for each follower."""
+        num_prompt = int(request.prompt_ids.size)
+        has_tail = num_prompt % self._memory.block_size != 0
+        return self._memory.blocks_for(num_prompt) + (request.params.n - 1 if has_tail else 0)
+
+    def wake_expired(self, step: int) -> None:
+        """Sequences that waited long enough for somebody else's prefix go back to the queue."""
+        self._departures.wake(self._prefixes.expired(step))
+
+    def admit_next(self, step: int, now_ns: int, draft: Draft, last_applied: int) -> Sequence | None:
+        """Place the first waiting sequence with all blocks of its known tokens; None where it must wait."""
+        while (sequence := self._waiting.peek()) is not None:
+            if self._batch.num_free_rows - self._departures.num_reserved_rows < 1 + len(sequence.followers):
+                self._preempt_for(sequence, draft, last_applied)
+                return None
+            stamp = (sequence.order, self._memory.num_available, self._memory.tree.version)
+            if stamp == self._refused:
+                return None
+            known = sequence.known_ids()
+            wants_prompt_logprobs = sequence.request.params.prompt_logprobs is not None
+            match = self._memory.match(sequence, known[:0] if wants_prompt_logprobs else known)
+            producer = None
+            if not wants_prompt_logprobs:
+                producer = self._prefixes.producer_of(sequence, known, match.num_blocks, step)
+            if producer is not None:
+                self._waiting.remove(sequence)
+                self._prefixes.hold(sequence, producer, step)
+                continue
+            blocks = self._memory.acquire(sequence, match)
+            num_tails = len(sequence.followers) if known.size % self._memory.block_size else 0
+            need = self._memory.blocks_for(known.size) - blocks.size
+            if not self._can_spare(sequence, need + num_tails):
+                self._memory.release(sequence, known[:0], blocks)
+                self._refused = (sequence.order, self._memory.num_available, self._memory.tree.version)
+                self._preempt_for(sequence, draft, last_applied)
+                return None
+            fresh = self._memory.try_take(need + num_tails)
+            assert fresh is not None
+            self._place(sequence, np.concatenate([blocks, fresh[:need]]), blocks.size, draft, now_ns)
+            sequence.fork_blocks = fresh[need:]
+            self._prefixes.begin(sequence, known)
+            return sequence
+        return None
+
+    def _place(self, sequence: Sequence, blocks: np.ndarray, num_hit: int, draft: Draft, now_ns: int) -> None:
+        self._waiting.remove(sequence)
+        hit = num_hit * self._memory.block_size
+        row = self._batch.place(sequence)
+        self._batch.append_blocks(row, blocks)
+        self._batch.num_scheduled[row] = self._batch.num_computed[row] = hit
+        draft.set_blocks(row, 0, blocks)
+        if sequence.state is SequenceState.WAITING:
+            sequence.num_cached = hit
+            self.num_hit_tokens += hit
+            self.num_prompt_tokens += sequence.num_prompt
+        else:
+            sequence.num_recomputed += int(self._batch.num_known[row]) - hit
+        if sequence.first_scheduled_ns is None:
+            sequence.first_scheduled_ns = now_ns
+        sequence.state = SequenceState.PREFILLING
+        sequence.is_proven = False
+        self._departures.num_reserved_rows += len(sequence.followers)
+        self._departures.prefilling.append(sequence)
+
+    def _can_spare(self, sequence: Sequence, need: int) -> bool:
+        """Whether `need` blocks may go to `sequence`, the running ones considered."""
+        spare = self._memory.num_available - need
+        running = [s for s in self._batch.sequences if s is not None]
+        if not running:
+            return spare >= 0
+        if sequence.num_preemptions < self._config.max_preemptions:
+            return spare >= self._watermark
+        # Preempted often enough: it comes back only when nothing that runs can push it out again.
+        batch, rows = self._batch, np.array([s.row for s in running])
+        total = -(-batch.limit[rows] // batch.block_size) - batch.num_blocks[rows]
+        own = self._memory.blocks_for(sequence.limit) - self._memory.blocks_for(sequence.num_prompt + sequence.num_output)
+        return spare >= int(total.sum()) + own
+
+    def _preempt_for(self, sequence: Sequence, draft: Draft, last_applied: int) -> None:
+        """A waiting sequence of higher priority takes the place of one of lower priority, never of an equal."""
+        if self._departures.num_promised_blocks:
+            return  # one at a time: what is on its way may suffice
+        victim = choose_victim(self._batch, sequence, self._config.max_preemptions)
+        if (
+            victim is not None
+            and victim.request.priority < sequence.request.priority
+            and victim.num_preemptions < self._config.max_preemptions
+        ):
+            self._departures.preempt(victim, draft, last_applied)
+            self._refused = None

@@ -1,0 +1,145 @@
+"""The running batch as a struct of arrays: the cost of a step does not grow by a Python loop over its sequences.
+
+A row is a stable place, the same index here and in the worker's resident state. Lengths of a row, in tokens:
+
+    num_computed ≤ num_scheduled ≤ num_predicted,  num_known ≤ num_predicted ≤ limit
+
+    num_computed    positions whose KV is written and whose step was applied
+    num_scheduled   positions whose KV is written once all planned steps are done
+    num_known       the ledger: prompt and committed outputs
+    num_predicted   num_known plus the tokens that planned steps will bring
+
+A row decodes when exactly its last token is not scheduled yet (num_scheduled == num_predicted − 1).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagewire.request.request import TokenArray
+from pagewire.scheduler.sequence import NO_ROW, Sequence
+from pagewire.step.step import NULL_BLOCK, Int32Array
+
+
+class Batch:
+    """Arrays of `max_rows` rows; memory of the ledger and of the tables is touched only where rows reach.
+
+    Costs: place and displace O(length of the sequence); every array is updated by whole-array operations otherwise.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+        self.max_rows = max_rows
+        self.block_size = block_size
+        self.max_blocks = -(-max_model_len // block_size)
+        # np.empty and np.zeros of this size take address space, not memory; a page is backed when first written.
+        self.ledger = np.empty((max_rows, max_model_len), np.int32)
+        self.table = np.zeros((max_rows, self.max_blocks), np.int32)
+        self.num_blocks = np.zeros(max_rows, np.int32)
+        self.num_prompt = np.zeros(max_rows, np.int32)
+        self.num_computed = np.zeros(max_rows, np.int32)
+        self.num_scheduled = np.zeros(max_rows, np.int32)
+        self.num_known = np.zeros(max_rows, np.int32)
+        self.num_predicted = np.zeros(max_rows, np.int32)
+        self.limit = np.zeros(max_rows, np.int32)
+        self.epoch = np.zeros(max_rows, np.int32)
+        self.slot = np.zeros(max_rows, np.int32)
+        self.last_step = np.full(max_rows, -1, np.int64)
+        self.decodes = np.zeros(max_rows, np.bool_)
+        self.sequences: list[Sequence | None] = [None] * max_rows
+        # Lowest row first: a small batch stays at the front of every array.
+        self.num_placed = 0
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that nobody has."""
+        return len(self._free_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use, those waiting for their last step included."""
+        return self.max_rows - len(self._free_rows)
+
+    def place(self, sequence: Sequence) -> int:
+        """Give `sequence` a row and write what is known of it there. It has no blocks yet."""
+        known = sequence.known_ids()
+        row = self._free_rows.pop()
+        self.ledger[row, : known.size] = known
+        self.num_blocks[row] = 0
+        self.num_prompt[row] = sequence.num_prompt
+        self.num_computed[row] = self.num_scheduled[row] = 0
+        self.num_known[row] = self.num_predicted[row] = known.size
+        self.limit[row] = sequence.limit
+        self.slot[row] = sequence.slot
+        self.last_step[row] = -1
+        self.decodes[row] = False
+        self.sequences[row] = sequence
+        sequence.row = row
+        sequence.num_known = self.num_known
+        self.num_placed += 1
+        return row
+
+    def append_blocks(self, row: int, blocks: Int32Array) -> None:
+        """Extend a row's block table."""
+        have = int(self.num_blocks[row])
+        self.table[row, have : have + blocks.size] = blocks
+        self.num_blocks[row] = have + blocks.size
+
+    def blocks(self, row: int) -> Int32Array:
+        """Block ids of a row, a view."""
+        return self.table[row, : self.num_blocks[row]]
+
+    def known_ids(self, row: int) -> TokenArray:
+        """Prompt and committed outputs of a row, a view."""
+        return self.ledger[row, : self.num_known[row]]
+
+    def output_ids(self, row: int) -> TokenArray:
+        """Committed outputs of a row, a view."""
+        return self.ledger[row, self.num_prompt[row] : self.num_known[row]]
+
+    def detach(self, row: int) -> Sequence:
+        """The sequence leaves its row, taking its tokens along; results still on their way are recognised as stale.
+
+        The row and its blocks stay taken until `vacate`.
+        """
+        sequence = self.sequences[row]
+        assert sequence is not None
+        sequence.output = self.output_ids(row).copy()
+        sequence.row = NO_ROW
+        sequence.num_known = None
+        self.sequences[row] = None
+        self.decodes[row] = False
+        self.epoch[row] += 1
+        self.num_placed -= 1
+        return sequence
+
+    def vacate(self, row: int) -> None:
+        """The row may be given to another sequence."""
+        assert self.sequences[row] is None, row
+        self.table[row, : self.num_blocks[row]] = NULL_BLOCK
+        self.num_blocks[row] = 0
+        self._free_rows.append(row)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the arrays contradict one another."""
+        free = set(self._free_rows)
+        assert len(free) == len(self._free_rows)
+        assert self.num_placed == sum(sequence is not None for sequence in self.sequences)
+        for row, sequence in enumerate(self.sequences):
+            if sequence is None:
+                assert not self.decodes[row], row
+                continue
+            assert row not in free, row
+            assert sequence.row == row, (sequence.row, row)
+            assert self.slot[row] == sequence.slot
+            computed, scheduled = int(self.num_computed[row]), int(self.num_scheduled[row])
+            known, predicted = int(self.num_known[row]), int(self.num_predicted[row])
+            assert 0 <= computed <= scheduled <= predicted, (row, computed, scheduled, predicted)
+            assert self.num_prompt[row] <= known <= predicted <= self.limit[row], (row, known, predicted)
+            assert scheduled <= self.num_blocks[row] * self.block_size, row
+            if self.decodes[row]:
+                assert scheduled == predicted - 1, (row, scheduled, predicted)
+                assert predicted < self.limit[row], row
+            blocks = self.blocks(row)
+            assert (blocks != NULL_BLOCK).all(), row
+            assert np.unique(blocks).size == blocks.size, row

@@ -1,0 +1,124 @@
+"""A step plan in the making: deltas that wait for the next plan, and the entries of the one being made."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from pagewire.request.request import TokenArray
+from pagewire.step.step import Int32Array, RowJoin, StepPlan
+
+_EMPTY: Final = np.empty(0, np.int32)
+
+
+class Draft:
+    """Collects what the worker must be told. `finish` makes the plan of it and ends its life.
+
+    Deltas (leaves, joins, blocks, copies) may come at any time; entries only while a plan is being made.
+    """
+
+    def __init__(self) -> None:
+        self._leaves: list[int] = []
+        self._joins: list[RowJoin] = []
+        self._block_rows: list[Int32Array] = []
+        self._block_cols: list[Int32Array] = []
+        self._block_ids: list[Int32Array] = []
+        self._copies: list[tuple[int, int]] = []
+        self._rows: list[int] = []
+        self._starts: list[int] = []
+        self._num_tokens: list[int] = []
+        self._token_ids: list[TokenArray] = []
+        self._samples: list[tuple[int, int]] = []  # (index of the chunk, row)
+        self._prompt_logprobs: dict[int, int] = {}
+
+    @property
+    def has_chunks(self) -> bool:
+        """Some prefill is in it."""
+        return bool(self._rows)
+
+    def leave(self, row: int) -> None:
+        """The worker may forget `row`."""
+        self._leaves.append(row)
+
+    def join(self, join: RowJoin) -> None:
+        """The worker sets up a row."""
+        self._joins.append(join)
+
+    def set_blocks(self, row: int, first_col: int, blocks: Int32Array) -> None:
+        """A run of one row's block table."""
+        self._block_rows.append(np.full(blocks.size, row, np.int32))
+        self._block_cols.append(np.arange(first_col, first_col + blocks.size, dtype=np.int32))
+        self._block_ids.append(blocks)
+
+    def grow_blocks(self, rows: Int32Array, cols: Int32Array, blocks: Int32Array) -> None:
+        """One new block for each of many rows."""
+        self._block_rows.append(rows)
+        self._block_cols.append(cols)
+        self._block_ids.append(blocks)
+
+    def copy_block(self, src: int, dst: int) -> None:
+        """Copy a block before the forward pass."""
+        self._copies.append((src, dst))
+
+    def copies(self) -> list[tuple[int, int]]:
+        """The copies so far."""
+        return self._copies
+
+    def add_chunk(self, row: int, start: int, token_ids: TokenArray) -> int:
+        """Prefill `token_ids` at position `start` of `row`; the index of the chunk."""
+        self._rows.append(row)
+        self._starts.append(start)
+        self._num_tokens.append(token_ids.size)
+        self._token_ids.append(token_ids.copy())  # the ledger's row may have another owner before the worker reads it
+        return len(self._rows) - 1
+
+    def sample(self, chunk: int, row: int) -> None:
+        """Draw from the last logits of `chunk` for `row`."""
+        self._samples.append((chunk, row))
+
+    def want_prompt_logprobs(self, chunk: int, top: int) -> None:
+        """Log-probabilities of the chunk's next prompt tokens."""
+        self._prompt_logprobs[chunk] = top
+
+    def finish(self, step: int, decode_rows: Int32Array, decode_starts: Int32Array, epoch: Int32Array) -> StepPlan:
+        """The plan: decode entries first, each with its sample, then the chunks."""
+        num_decode = decode_rows.size
+        entries = sample_rows = np.arange(num_decode, dtype=np.int32)
+        if self._rows:
+            rows = np.concatenate([decode_rows, np.array(self._rows, np.int32)])
+            starts = np.concatenate([decode_starts, np.array(self._starts, np.int32)])
+            num_tokens = np.ones(rows.size, np.int32)
+            num_tokens[num_decode:] = self._num_tokens
+            chunk_samples = np.array(self._samples, np.int32).reshape(-1, 2)
+            entries = np.concatenate([entries, chunk_samples[:, 0] + np.int32(num_decode)])
+            sample_rows = np.concatenate([decode_rows, chunk_samples[:, 1]])
+        else:
+            rows, starts, num_tokens, sample_rows = decode_rows, decode_starts, np.ones(num_decode, np.int32), decode_rows
+        copies = np.array(self._copies, np.int32).reshape(-1, 2)
+        return StepPlan(
+            step=step,
+            rows=rows,
+            starts=starts,
+            num_tokens=num_tokens,
+            epochs=epoch[rows],
+            num_decode=num_decode,
+            token_ids=_joined(self._token_ids),
+            sample_entries=entries,
+            sample_rows=sample_rows,
+            sample_epochs=epoch[sample_rows],
+            leaves=np.array(self._leaves, np.int32) if self._leaves else _EMPTY,
+            joins=self._joins,
+            block_rows=_joined(self._block_rows),
+            block_cols=_joined(self._block_cols),
+            block_ids=_joined(self._block_ids),
+            copy_src=copies[:, 0],
+            copy_dst=copies[:, 1],
+            prompt_logprobs={num_decode + chunk: top for chunk, top in self._prompt_logprobs.items()},
+        )
+
+
+def _joined(parts: list[Int32Array]) -> Int32Array:
+    if not parts:
+        return _EMPTY
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
