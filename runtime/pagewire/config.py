@@ -73,6 +73,9 @@ class EngineConfig(_Section, kw_only=True):
         int, msgspec.Meta(ge=100, description="a step longer than this turns readiness false")
     ] = 10_000
     decision_log: Annotated[int, msgspec.Meta(ge=1, description="scheduling decisions kept for a stall's dump")] = 1000
+    dump_dir: Annotated[
+        str, msgspec.Meta(description="where a stall's decisions are written; default: the folder for temporary files")
+    ] = ""
 
 
 class ServerConfig(_Section, kw_only=True):
