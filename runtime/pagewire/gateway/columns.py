@@ -1,0 +1,133 @@
+"""Packed columns of `tokens` messages, read entry by entry and built from what is pending.
+
+Columns are little-endian on the wire; the views below are those of the machine, which is little-endian wherever this
+runs (x86, ARM). Plain `memoryview` and `array`: for the few dozen entries of a message numpy costs more than it saves.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pagewire.errors import ProtocolError
+from pagewire_transport.messages import LogprobColumns, Tokens
+
+assert sys.byteorder == "little", "the wire's columns are little-endian, and so must be the machine"
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRun:
+    """Log-probabilities of one run of tokens, as bytes: `top` alternatives a token."""
+
+    top: int
+    chosen: memoryview  # float32 × tokens
+    top_ids: memoryview  # uint32 × tokens × top
+    top_logprobs: memoryview  # float32 × tokens × top
+
+    def first(self, count: int) -> LogprobRun:
+        """The part that belongs to the first `count` tokens."""
+        wide = 4 * count * self.top
+        return LogprobRun(self.top, self.chosen[: 4 * count], self.top_ids[:wide], self.top_logprobs[:wide])
+
+
+class Run(NamedTuple):
+    """One entry of a `tokens` message."""
+
+    stream: int
+    choice: int
+    start: int
+    ids: memoryview
+    logprobs: LogprobRun | None
+
+
+def runs(message: Tokens) -> Iterator[Run]:
+    """The entries of a message, in order.
+
+    Raises:
+        ProtocolError: the columns do not fit together.
+    """
+    streams = memoryview(message.streams).cast("I")
+    starts = memoryview(message.starts).cast("I")
+    ids = memoryview(message.ids).cast("I")
+    counts: Sequence[int] = memoryview(message.counts).cast("H") if message.counts else (1,) * len(streams)
+    choices: Sequence[int] = memoryview(message.choices).cast("H") if message.choices else (0,) * len(streams)
+    if not len(streams) == len(starts) == len(counts) == len(choices) or sum(counts) != len(ids):
+        raise ProtocolError("the columns of a tokens message differ in length")
+    logprobs = _logprob_runs(message.logprobs, counts) if message.logprobs is not None else {}
+    position = 0
+    for entry, stream in enumerate(streams):
+        end = position + counts[entry]
+        yield Run(stream, choices[entry], starts[entry], ids[position:end], logprobs.get(entry))
+        position = end
+
+
+def _logprob_runs(columns: LogprobColumns, counts: Sequence[int]) -> dict[int, LogprobRun]:
+    chosen, top_ids, top_logprobs = (
+        memoryview(column) for column in (columns.chosen, columns.top_ids, columns.top_logprobs)
+    )
+    found: dict[int, LogprobRun] = {}
+    at = at_top = 0
+    for entry, top in zip(memoryview(columns.entries).cast("I"), columns.top, strict=True):
+        end, end_top = at + 4 * counts[entry], at_top + 4 * counts[entry] * top
+        found[entry] = LogprobRun(top, chosen[at:end], top_ids[at_top:end_top], top_logprobs[at_top:end_top])
+        at, at_top = end, end_top
+    return found
+
+
+class TokensBuilder:
+    """Collects runs of several streams and makes them one `tokens` message."""
+
+    def __init__(self) -> None:
+        self._streams = array("I")
+        self._choices = array("H")
+        self._starts = array("I")
+        self._counts = array("H")
+        self._ids = array("I")
+        self._texts: list[str] = []
+        self._entries = array("I")
+        self._top = bytearray()
+        self._chosen = bytearray()
+        self._top_ids = bytearray()
+        self._top_logprobs = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(
+        self, stream: int, choice: int, start: int, ids: array[int], text: str, logprobs: LogprobRun | None
+    ) -> None:
+        """Append one run of at most 65,535 tokens; `ids` may be empty where only text became known."""
+        if logprobs is not None:
+            self._entries.append(len(self._streams))
+            self._top.append(logprobs.top)
+            self._chosen += logprobs.chosen
+            self._top_ids += logprobs.top_ids
+            self._top_logprobs += logprobs.top_logprobs
+        self._streams.append(stream)
+        self._choices.append(choice)
+        self._starts.append(start)
+        self._counts.append(len(ids))
+        self._ids.extend(ids)
+        self._texts.append(text)
+
+    def build(self) -> Tokens:
+        """The message. Columns that hold nothing but their default are left out, as are texts if there are none."""
+        logprobs = LogprobColumns(
+            entries=self._entries.tobytes(),
+            top=bytes(self._top),
+            chosen=bytes(self._chosen),
+            top_ids=bytes(self._top_ids),
+            top_logprobs=bytes(self._top_logprobs),
+        )
+        return Tokens(
+            streams=self._streams.tobytes(),
+            starts=self._starts.tobytes(),
+            ids=self._ids.tobytes(),
+            counts=b"" if all(count == 1 for count in self._counts) else self._counts.tobytes(),
+            choices=self._choices.tobytes() if any(self._choices) else b"",
+            texts=tuple(self._texts) if any(self._texts) else (),
+            logprobs=logprobs if self._entries else None,
+        )

@@ -1,0 +1,75 @@
+"""Prompts become token ids in threads, so that neither a long text nor a slow template holds up streams (F27).
+
+The tokenizer is Rust and lets go of the interpreter lock; templates are Python, and share it in slices. What waits is
+bounded: beyond `max_waiting` prompts a request is refused, not queued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pagewire.errors import InvalidRequest, Overloaded
+from pagewire_transport.messages import ChatMessage, Generate
+
+_RETRY_AFTER_MS = 200
+
+
+class Preparation:
+    """A small pool that prepares prompts.
+
+    Args:
+        encode: text → token ids, special tokens added as the model wants them.
+        encode_chat: messages and template arguments → token ids.
+        num_threads: prompts prepared at once.
+        max_waiting: prompts being prepared or waiting for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        encode: Callable[[str], Sequence[int]],
+        encode_chat: Callable[[Sequence[ChatMessage], Mapping[str, object]], Sequence[int]],
+        num_threads: int = 2,
+        max_waiting: int = 1024,
+    ) -> None:
+        self._encode = encode
+        self._encode_chat = encode_chat
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="prepare")
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+
+    async def prompt_ids(self, request: Generate) -> bytes:
+        """The prompt of `request` as uint32 ids, little-endian.
+
+        Raises:
+            Overloaded: too many prompts wait.
+            InvalidRequest: nothing is left of the prompt, or the template refuses it.
+        """
+        if self._num_waiting >= self._max_waiting:
+            raise Overloaded("too many prompts wait to be tokenised", retry_after_ms=_RETRY_AFTER_MS)
+        self._num_waiting += 1
+        future = self._pool.submit(self._prepare, request)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._leave))
+        loop = asyncio.get_running_loop()
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Stop the threads; what waits is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _leave(self) -> None:
+        self._num_waiting -= 1
+
+    def _prepare(self, request: Generate) -> bytes:
+        if request.messages is not None:
+            ids = self._encode_chat(request.messages, request.template_kwargs)
+        else:
+            assert request.prompt is not None
+            ids = self._encode(request.prompt)
+        if not ids:
+            field = "prompt" if request.messages is None else "messages"
+            raise InvalidRequest("holds nothing that the model could read", field=field)
+        return array("I", ids).tobytes()

@@ -1,0 +1,123 @@
+"""A stream as the gateway holds it: whose it is, its text so far, and what its client has not been sent yet.
+
+    tokens that the engine generated for one choice
+    ├── sent to the client ──┼── pending (ids, text, log-probabilities) ──┤
+                           start                                       received
+
+A client that reads slowly has more pending and nothing else: pending is one run of ids and one text a choice, however
+many engine messages it came in, and is bounded by `max_tokens`. There is no queue of messages (F18).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from pagewire.gateway.columns import LogprobRun
+from pagewire_client.text.text_stream import TextStream
+from pagewire_transport.messages import Accepted, Done, Error, Finished, PromptLogprobs
+
+_LONGEST_RUN: Final = 65_535
+"""`counts` of a `tokens` message are uint16."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """What one choice has to send: a run of tokens, the text that they complete, their log-probabilities."""
+
+    start: int = 0
+    ids: array[int] = field(default_factory=lambda: array("I"))
+    texts: list[str] = field(default_factory=list)
+    top: int = -1
+    """Alternatives a token; −1: no log-probabilities."""
+    chosen: bytearray = field(default_factory=bytearray)
+    top_ids: bytearray = field(default_factory=bytearray)
+    top_logprobs: bytearray = field(default_factory=bytearray)
+
+    def add(self, ids: memoryview, text: str, logprobs: LogprobRun | None) -> None:
+        """Append tokens."""
+        self.ids.extend(ids)
+        if text:
+            self.texts.append(text)
+        if logprobs is not None:
+            self.top = logprobs.top
+            self.chosen += logprobs.chosen
+            self.top_ids += logprobs.top_ids
+            self.top_logprobs += logprobs.top_logprobs
+
+    def runs(self) -> Iterator[tuple[int, array[int], str, LogprobRun | None]]:
+        """(start, ids, text, log-probabilities) in pieces that fit a message; the text goes with the first."""
+        text = "".join(self.texts)
+        for at in range(0, max(len(self.ids), 1), _LONGEST_RUN):
+            ids = self.ids[at : at + _LONGEST_RUN]
+            if ids or text:
+                yield self.start + at, ids, text, self._logprobs(at, at + len(ids))
+            text = ""
+
+    def _logprobs(self, first: int, last: int) -> LogprobRun | None:
+        if self.top < 0:
+            return None
+        wide = slice(4 * self.top * first, 4 * self.top * last)
+        return LogprobRun(
+            self.top,
+            memoryview(self.chosen)[4 * first : 4 * last],
+            memoryview(self.top_ids)[wide],
+            memoryview(self.top_logprobs)[wide],
+        )
+
+
+@dataclass(slots=True)
+class Choice:
+    """One continuation of a stream.
+
+    Attributes:
+        text: turns ids into text and watches for stop strings; None where the client does that itself.
+        received: tokens taken from the engine; those behind a stop string do not count.
+        finished: the client's last message about this choice, to be sent after its pending tokens. Once it is set,
+            nothing more is taken from the engine for this choice.
+        was_told: `finished` was handed over for sending.
+    """
+
+    text: TextStream | None
+    received: int = 0
+    pending: Pending = field(default_factory=Pending)
+    finished: Finished | None = None
+    was_told: bool = False
+
+    def take_pending(self) -> Pending:
+        """Hand over what is pending; from now on more is collected anew."""
+        taken, self.pending = self.pending, Pending(start=self.received)
+        return taken
+
+
+@dataclass(slots=True, eq=False)
+class GatewayStream:
+    """One stream of one client.
+
+    Attributes:
+        number: the client's number of the stream.
+        choices: one for each of `n`.
+        shows_text: text is sent beside the ids.
+        prompt_field: what the client named its prompt by; an engine's complaint about `prompt_ids` is about this.
+        upstream: the number towards the engine; None while the prompt is being prepared.
+        opening: `accepted`, then `prompt_logprobs`, until they are sent.
+        ending: the last message to the client, when all else is sent. Once it is set, the stream is over for the
+            client, and only the engine's last word about `upstream` is waited for.
+        is_marked: its connection knows that it has something to send.
+    """
+
+    number: int
+    choices: list[Choice]
+    shows_text: bool
+    prompt_field: str
+    upstream: int | None = None
+    opening: list[Accepted | PromptLogprobs] = field(default_factory=list)
+    ending: Done | Error | None = None
+    is_marked: bool = False
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens that reached the client or are pending, over all choices: what usage counts."""
+        return sum(choice.received for choice in self.choices)

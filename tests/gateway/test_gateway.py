@@ -1,0 +1,405 @@
+"""The gateway's core: numbers, text, stops, cancels, slow readers, faults, shutdown."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+
+import pytest
+from tests.gateway.bench import BYTES, accepted, done, ids_of, tokens
+
+from pagewire.errors import EngineFailed, InvalidRequest
+from pagewire_client.text.text_stream import TextStream
+from pagewire_transport.messages import (
+    Accepted,
+    Cancel,
+    ChatMessage,
+    Done,
+    Error,
+    Finish,
+    Finished,
+    Generate,
+    LogprobColumns,
+    PromptLogprobs,
+    Tokens,
+)
+from pagewire_transport.params import SamplingParams
+
+
+async def test_a_prompt_becomes_ids_and_tokens_become_text(bench):
+    bench.client("a", Generate(stream=7, prompt="grüß", priority=3, namespace="t"))
+    await bench.settle()
+    (asked,) = bench.to_engine(Generate)
+    assert array("I", asked.prompt_ids).tolist() == ids_of("grüß")
+    assert (asked.prompt, asked.priority, asked.namespace) == (None, 3, "t")
+    number = asked.stream
+    euro = ids_of("a€")
+    bench.from_engine(
+        accepted(number), tokens((number, 0, 0, euro[:2])), tokens((number, 0, 2, euro[2:])), done(number, 4)
+    )
+    assert [type(message) for message in bench.sent["a"]] == [Accepted, Tokens, Tokens, Done]
+    assert [message.texts for message in bench.of(Tokens)] == [("a",), ("€",)]
+    assert {message.stream for message in bench.sent["a"] if not isinstance(message, Tokens)} == {7}
+    assert bench.of(Done)[0].usage.cached == 2
+    assert bench.gateway.num_streams == 0
+
+
+async def test_messages_go_through_the_template(bench):
+    turns = (ChatMessage(role="system", content="s"), ChatMessage(role="user", content="u"))
+    bench.client("a", Generate(stream=0, messages=turns))
+    await bench.settle()
+    assert array("I", bench.to_engine(Generate)[0].prompt_ids).tolist() == ids_of("s|u")
+
+
+async def test_a_stop_string_cuts_the_stream_where_it_stands(bench):
+    """F41: nothing after the stop, nothing of it, usage counts the tokens up to it; the engine is told."""
+    number = bench.start(params={"stop": ("END",)})
+    assert bench.to_engine(Generate)[0].params.stop == ()
+    bench.from_engine(tokens((number, 0, 0, ids_of("one E"))), tokens((number, 0, 5, ids_of("ND two"))))
+    assert bench.to_engine(Finish) == [Finish(stream=number, choice=0, at=7)]
+    # More of it was under way, and the engine's own end comes too late.
+    bench.from_engine(
+        tokens((number, 0, 11, ids_of(" three"))),
+        Finished(stream=number, reason="length", num_tokens=17),
+        done(number, 17),
+    )
+    assert bench.text() == "one "
+    assert bench.of(Finished) == [Finished(stream=7, reason="stop", num_tokens=7, stop="END")]
+    assert b"".join(message.ids for message in bench.of(Tokens)) == array("I", ids_of("one END")).tobytes()
+    assert bench.of(Done)[0].usage.completion == 7
+
+
+async def test_what_cannot_become_a_stop_any_more_is_given_at_the_end(bench):
+    number = bench.start(params={"stop": ("END",)})
+    bench.from_engine(
+        tokens((number, 0, 0, ids_of("the EN"))),
+        Finished(stream=number, reason="length", num_tokens=6),
+        done(number, 6),
+    )
+    assert bench.text() == "the EN"
+    assert bench.of(Finished)[0].reason == "length"
+
+
+async def test_choices_have_texts_and_stops_of_their_own(bench):
+    number = bench.start(params={"n": 2, "stop": ("x",)})
+    bench.from_engine(tokens((number, 0, 0, ids_of("ax")), (number, 1, 0, ids_of("bb"))))
+    bench.from_engine(tokens((number, 1, 2, ids_of("cc"))))
+    bench.from_engine(
+        Finished(stream=number, choice=0, reason="stop", num_tokens=2),
+        Finished(stream=number, choice=1, reason="length", num_tokens=4),
+        done(number, 6),
+    )
+    assert (bench.text(choice=0), bench.text(choice=1)) == ("a", "bbcc")
+    assert [(m.choice, m.reason, m.stop) for m in bench.of(Finished)] == [(0, "stop", "x"), (1, "length", None)]
+
+
+async def test_one_message_to_a_client_for_one_of_the_engine(bench):
+    numbers = [bench.start(peer, stream) for peer in "ab" for stream in (1, 2, 3)]
+    before = {peer: len(bench.sent[peer]) for peer in "ab"}
+    bench.from_engine(tokens(*((number, 0, 0, ids_of("x")) for number in numbers)))
+    for peer in "ab":
+        (message,) = bench.sent[peer][before[peer] :]
+        assert array("I", message.streams).tolist() == [1, 2, 3]
+        assert message.counts == message.choices == b""
+        assert message.texts == ("x", "x", "x")
+
+
+async def test_without_text_the_client_gets_ids_and_may_finish_by_itself(bench):
+    number = bench.start(echo_text=False)
+    bench.from_engine(tokens((number, 0, 0, ids_of("abc"))))
+    assert bench.of(Tokens)[0].texts == ()
+    bench.client("a", Finish(stream=7, at=2))
+    assert bench.to_engine(Finish) == [Finish(stream=number, at=2)]
+    bench.from_engine(Finished(stream=number, reason="stop", num_tokens=2), done(number, 2))
+    assert bench.of(Done)[0].usage.completion == 2
+
+
+async def test_stops_are_found_for_a_client_that_wants_no_text(bench):
+    number = bench.start(echo_text=False, params={"stop": ("b",)})
+    bench.from_engine(tokens((number, 0, 0, ids_of("abc"))))
+    assert bench.text() == ""
+    assert bench.of(Finished)[0].stop == "b"
+
+
+async def test_logprobs_stay_with_their_tokens(bench):
+    first, second = bench.start(stream=1), bench.start(stream=2, params={"stop": ("c",)})
+    columns = LogprobColumns(
+        entries=array("I", [1]).tobytes(),
+        top=bytes([2]),
+        chosen=array("f", [-1, -2, -3]).tobytes(),
+        top_ids=array("I", range(6)).tobytes(),
+        top_logprobs=array("f", range(6)).tobytes(),
+    )
+    bench.from_engine(tokens((first, 0, 0, ids_of("x")), (second, 0, 0, ids_of("bcd")), logprobs=columns))
+    (message,) = bench.of(Tokens)
+    assert array("H", message.counts).tolist() == [1, 2]
+    assert array("I", message.logprobs.entries).tolist() == [1]
+    assert array("f", message.logprobs.chosen).tolist() == [-1, -2]
+    assert array("I", message.logprobs.top_ids).tolist() == [0, 1, 2, 3]
+
+
+async def test_prompt_logprobs_come_before_the_first_token(bench):
+    number = bench.start()
+    bench.deaf.add("a")
+    bench.from_engine(PromptLogprobs(stream=number, top=0, chosen=b"abcd"), tokens((number, 0, 0, ids_of("x"))))
+    bench.deaf.clear()
+    bench.gateway.flush()
+    assert [type(message) for message in bench.sent["a"]] == [Accepted, PromptLogprobs, Tokens]
+    assert bench.of(PromptLogprobs)[0].stream == 7
+
+
+# ---- cancel ----------------------------------------------------------------------------------------------------------
+
+
+async def test_cancel_goes_to_the_engine_and_its_answer_to_the_client(bench):
+    number = bench.start()
+    bench.client("a", Cancel(stream=7))
+    assert bench.to_engine(Cancel) == [Cancel(stream=number)]
+    bench.from_engine(Finished(stream=number, reason="cancelled", num_tokens=0), done(number))
+    assert [type(message) for message in bench.sent["a"]] == [Accepted, Finished, Done]
+
+
+async def test_cancel_while_the_prompt_is_prepared_never_reaches_the_engine(make_bench):
+    gate = threading.Event()
+    bench = make_bench(encode=lambda text: gate.wait(5) and ids_of(text))
+    bench.client("a", Generate(stream=7, prompt="x", params=SamplingParams(n=2)))
+    bench.client("a", Cancel(stream=7))
+    assert [type(message) for message in bench.sent["a"]] == [Finished, Finished, Done]
+    gate.set()
+    await bench.settle()
+    assert bench.engine == []
+    assert bench.gateway.num_streams == 0
+
+
+@pytest.mark.parametrize("state", ["preparing", "queued", "streaming", "stopped", "blocked"])
+async def test_a_lost_client_is_cancelled_in_every_state(make_bench, state):
+    gate = threading.Event()
+    bench = make_bench(encode=lambda text: gate.wait(5) and ids_of(text))
+    if state == "preparing":
+        bench.client("a", Generate(stream=7, prompt="x"))
+    else:
+        number = bench.start(params={"stop": ("!",)})
+    if state == "blocked":
+        bench.deaf.add("a")
+    if state in ("streaming", "blocked"):
+        bench.from_engine(tokens((number, 0, 0, ids_of("abc"))))
+    if state == "stopped":
+        bench.from_engine(tokens((number, 0, 0, ids_of("ab!"))))
+    bench.gateway.client_lost("a")
+    bench.gateway.client_lost("a")
+    bench.gateway.check_invariants()
+    gate.set()
+    await bench.settle()
+    assert bench.to_engine(Cancel) == ([] if state == "preparing" else [Cancel(stream=number)])
+    if state != "preparing":
+        told = len(bench.sent["a"])
+        bench.from_engine(
+            tokens((number, 0, 3, ids_of("def"))), Finished(stream=number, reason="cancelled", num_tokens=6)
+        )
+        bench.from_engine(done(number))
+        assert len(bench.sent["a"]) == told
+    assert bench.gateway.num_streams == 0
+    assert bench.gateway._upstream == {}
+    assert not bench.gateway.has_news
+
+
+# ---- slow readers ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_slow_reader_lags_by_text_not_by_messages_and_disturbs_nobody(bench):
+    """F18: what waits for it is one run and one text a stream, however many messages the engine sent."""
+    slow, quick = bench.start("slow"), bench.start("quick")
+    bench.deaf.add("slow")
+    for step in range(1000):
+        bench.from_engine(tokens((slow, 0, step, ids_of("s")), (quick, 0, step, ids_of("q"))))
+    assert bench.text("quick") == "q" * 1000
+    assert len(bench.gateway._connections["slow"]._unsent) <= 1
+    bench.deaf.clear()
+    bench.gateway.flush()
+    assert bench.text("slow") == "s" * 1000
+    assert len(bench.of(Tokens, "slow")) == 2
+    assert array("I", bench.of(Tokens, "slow")[1].starts).tolist() == [1]
+    assert not bench.gateway.has_news
+
+
+async def test_a_lag_longer_than_a_count_can_say_is_cut_into_runs(bench):
+    number = bench.start()
+    bench.deaf.add("a")
+    bench.from_engine(tokens((number, 0, 0, ids_of("x"))))
+    for start in range(1, 150_001, 50_000):
+        bench.from_engine(tokens((number, 0, start, ids_of("y" * 50_000))))
+    bench.deaf.clear()
+    bench.gateway.flush()
+    last = bench.of(Tokens)[-1]
+    assert array("H", last.counts).tolist() == [65_535, 65_535, 18_930]
+    assert array("I", last.starts).tolist() == [1, 65_536, 131_071]
+    assert bench.text() == "x" + "y" * 150_000
+
+
+async def test_an_end_waits_for_the_tokens_before_it(bench):
+    number = bench.start()
+    bench.deaf.add("a")
+    bench.from_engine(
+        tokens((number, 0, 0, ids_of("ab"))), Finished(stream=number, reason="length", num_tokens=2), done(number, 2)
+    )
+    assert bench.gateway._upstream == {}
+    bench.deaf.clear()
+    bench.gateway.flush()
+    assert [type(message) for message in bench.sent["a"]] == [Accepted, Tokens, Finished, Done]
+    assert bench.gateway.num_streams == 0
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt_ids": b""}, "prompt_ids"),
+        ({"messages": ()}, "messages"),
+        ({}, "prompt"),
+        ({"prompt": "a", "prompt_ids": b"abcd"}, "prompt_ids"),
+    ],
+)
+async def test_a_prompt_must_be_given_once_and_hold_something(bench, fields, field):
+    bench.client("a", Generate(stream=7, **fields))
+    (error,) = bench.sent["a"]
+    assert (error.code, error.field, error.stream) == ("invalid_request", field, 7)
+    assert bench.engine == []
+
+
+async def test_a_prompt_of_no_tokens_is_refused(make_bench):
+    bench = make_bench(encode=lambda _: [])
+    bench.client("a", Generate(stream=7, prompt="\u200b"))
+    await bench.settle()
+    assert [(m.code, m.field, m.stream) for m in bench.sent["a"]] == [("invalid_request", "prompt", 7)]
+
+
+async def test_a_number_in_use_is_refused_without_harm_to_its_stream(bench):
+    number = bench.start()
+    bench.client("a", Generate(stream=7, prompt_ids=b"abcd"))
+    assert [(m.code, m.field, m.stream) for m in bench.of(Error)] == [("invalid_request", "stream", None)]
+    bench.from_engine(tokens((number, 0, 0, ids_of("ok"))))
+    assert bench.text() == "ok"
+
+
+async def test_streams_of_others_cannot_be_touched(bench):
+    bench.start("a")
+    bench.client("b", Cancel(stream=7))
+    bench.client("b", Finish(stream=7, at=1))
+    assert [m.code for m in bench.of(Error, "b")] == ["unknown_stream"] * 2
+    assert len(bench.engine) == 1
+
+
+async def test_streams_of_a_connection_are_capped(bench):
+    for stream in range(4):
+        bench.start(stream=stream)
+    bench.client("a", Generate(stream=4, prompt_ids=b"abcd"))
+    (error,) = bench.of(Error)
+    assert (error.code, error.stream) == ("overloaded", 4)
+    assert error.retry_after_ms
+
+
+async def test_prompts_that_wait_are_capped(make_bench):
+    gate = threading.Event()
+    bench = make_bench(encode=lambda text: gate.wait(5) and ids_of(text), num_threads=1, max_waiting=2)
+    for stream in range(3):
+        bench.client("a", Generate(stream=stream, prompt="x"))
+    gate.set()
+    await bench.settle()
+    assert [(m.code, m.stream) for m in bench.of(Error)] == [("overloaded", 2)]
+    bench.client("b", Generate(stream=1, prompt="x"))
+    await bench.settle()
+    assert bench.of(Error, "b") == []
+
+
+async def test_the_engines_refusals_pass_with_code_and_field(bench):
+    number = bench.start()
+    bench.from_engine(Error(code="overloaded", message="full", stream=number, field="f", retry_after_ms=9))
+    assert bench.of(Error) == [Error(code="overloaded", message="full", stream=7, field="f", retry_after_ms=9)]
+    assert bench.gateway.num_streams == 0
+
+
+async def test_a_complaint_about_the_ids_is_about_the_prompt_that_was_sent(bench):
+    bench.client("a", Generate(stream=7, prompt="long"))
+    await bench.settle()
+    bench.from_engine(Error(code="prompt_too_long", message="m", stream=bench.engine[-1].stream, field="prompt_ids"))
+    assert bench.of(Error)[0].field == "prompt"
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_fault_in_one_streams_text_ends_that_stream_only(bench):
+    """F7."""
+
+    class Broken(TextStream):
+        def push(self, token_ids):
+            raise RuntimeError("planted")
+
+    bench.make_text = lambda stops: Broken(BYTES)
+    broken = bench.start("a", 1)
+    bench.make_text = lambda stops: TextStream(BYTES)
+    whole = bench.start("a", 2)
+    bench.from_engine(tokens((broken, 0, 0, ids_of("x")), (whole, 0, 0, ids_of("fine"))))
+    assert [(m.code, m.stream) for m in bench.of(Error)] == [("internal", 1)]
+    assert bench.to_engine(Cancel) == [Cancel(stream=broken)]
+    assert bench.text(stream=2) == "fine"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(RuntimeError("planted"), "internal"), (InvalidRequest("no", field="messages"), "invalid_request")],
+)
+async def test_a_fault_in_preparing_ends_that_stream_only(make_bench, raised, code):
+    def encode(text):
+        if text == "bad":
+            raise raised
+        return ids_of(text)
+
+    bench = make_bench(encode=encode)
+    bench.client("a", Generate(stream=1, prompt="bad"))
+    bench.client("a", Generate(stream=2, prompt="good"))
+    await bench.settle()
+    assert [(m.code, m.stream) for m in bench.of(Error)] == [(code, 1)]
+    assert len(bench.to_engine(Generate)) == 1
+
+
+async def test_tokens_that_do_not_follow_are_an_error_not_a_garbled_text(bench):
+    """F26."""
+    number = bench.start()
+    bench.from_engine(tokens((number, 0, 0, ids_of("ab"))), tokens((number, 0, 3, ids_of("d"))))
+    assert [m.code for m in bench.of(Error)] == ["internal"]
+
+
+async def test_a_lost_engine_is_told_to_every_stream_and_to_those_that_come(bench):
+    bench.start("a", 1)
+    bench.start("b", 2)
+    bench.gateway.engine_lost(EngineFailed("the engine is gone"))
+    bench.gateway.check_invariants()
+    assert [(m.code, m.stream) for m in bench.of(Error, "a")] == [("engine_failed", 1)]
+    assert [(m.code, m.stream) for m in bench.of(Error, "b")] == [("engine_failed", 2)]
+    assert not bench.gateway.is_ready
+    bench.client("a", Generate(stream=3, prompt="x"))
+    assert bench.of(Error, "a")[-1].code == "engine_failed"
+    assert bench.gateway.num_streams == 0
+
+
+async def test_draining_lets_streams_end_and_refuses_new_ones(bench):
+    """F20."""
+    number = bench.start()
+    bench.gateway.drain()
+    bench.client("a", Generate(stream=8, prompt_ids=b"abcd"))
+    assert [(m.code, m.stream) for m in bench.of(Error)] == [("draining", 8)]
+    bench.from_engine(tokens((number, 0, 0, ids_of("x"))), done(number, 1))
+    assert bench.text() == "x"
+    assert bench.of(Done)
+    assert bench.gateway.num_streams == 0
+
+
+async def test_a_number_may_be_used_again_after_its_end(bench):
+    bench.from_engine(done(bench.start()))
+    second = bench.start()
+    bench.from_engine(tokens((second, 0, 0, ids_of("again"))))
+    assert bench.text() == "again"
