@@ -1,0 +1,1 @@
+"""KV memory's bookkeeping: which block belongs to whom (`block_pool`), which prefix lies where (`radix_tree`). Pure."""
