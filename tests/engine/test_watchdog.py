@@ -17,6 +17,7 @@ IDLE = Progress(
     step_since_ns=0,
     num_running=0,
     num_waiting=0,
+    num_paused=0,
     num_committed=0,
     num_prefilled=0,
     num_ended_tokens=0,
@@ -90,15 +91,15 @@ def test_f5_idle_for_ten_times_the_limit_is_healthy(watched):
 
 
 def test_f5_paused_sequences_alone_are_no_work(watched):
-    watched.set(num_committed=5)  # paused ones count neither as running nor as waiting
+    watched.set(num_running=2, num_waiting=1, num_paused=3)
     assert watched.run(100) is None
 
 
 def test_f2_steps_without_tokens_are_no_progress(watched):
     watched.set(num_running=3, num_waiting=2)
-    alarm = watched.run(60, lambda i: watched.launch(i))
+    alarm = watched.run(60, watched.launch)
     assert alarm.kind is AlarmKind.NO_PROGRESS
-    assert alarm.reason == "no token for 20.2 s with 3 sequences running and 2 waiting"
+    assert alarm.reason == "no token for 20.2 s with 3 sequences running and 2 waiting, of which 0 paused"
 
 
 def test_f2_nothing_planned_with_work_at_hand(watched):

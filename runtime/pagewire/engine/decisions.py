@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -78,16 +79,17 @@ class DecisionLog:
         return list(self._ring)
 
 
-def write_dump(path: Path, reason: str, decisions: list[Decision]) -> None:
+def write_dump(folder: Path, reason: str, decisions: list[Decision]) -> Path:
     """Write a head line with the reason, then one JSON object a decision. Blocking: never called on the loop.
 
-    The file appears whole or not at all, readable by its owner alone (it tells how the service is used).
+    The name is new and not to be guessed, and only the owner may read it: the folder may be everybody's, and the file
+    tells how the service is used.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    part = path.with_name(path.name + ".part")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+    handle, name = tempfile.mkstemp(prefix="pagewire-decisions-", suffix=".jsonl", dir=folder)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(json.dumps({"reason": reason, "decisions": len(decisions)}) + "\n")
         file.writelines(json.dumps(decision._asdict()) + "\n" for decision in decisions)
-    part.replace(path)
+    return Path(name)

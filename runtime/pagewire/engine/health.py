@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from pagewire.engine.watchdog import Alarm, AlarmKind, Progress, Watchdog
 from pagewire.metrics import Histogram
 
 MAX_DUMPS: Final = 8
-"""Dump files of one process; the next one overwrites the oldest."""
+"""Dump files that one process leaves; before one more is written, its oldest is removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Monitor:
         progress: what the engine has done so far.
         on_stall: called once when a step begins to be late.
         on_dead: called when waiting will not help.
-        dump_dir: where decisions are written; None: nowhere.
+        dump_dir: where decisions are written.
         loop_lag: how late the loop was, sampled at every check, seconds.
     """
 
@@ -46,7 +47,7 @@ class Monitor:
         on_stall: Callable[[str], None],
         on_dead: Callable[[str], None],
         decisions: DecisionLog,
-        dump_dir: Path | None,
+        dump_dir: Path,
         loop_lag: Histogram,
         log: Any,
     ) -> None:
@@ -62,8 +63,8 @@ class Monitor:
         self._dump_dir = dump_dir
         self._loop_lag = loop_lag
         self._log = log
-        self._num_dumps = 0
-        self._writing: set[asyncio.Future[None]] = set()
+        self._dumps: deque[Path] = deque()
+        self._writing: set[asyncio.Future[Path]] = set()
         self._closed_reason: str | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -94,22 +95,28 @@ class Monitor:
 
     def dump(self, reason: str) -> None:
         """Write the last decisions, off the loop."""
-        if self._dump_dir is None:
-            return
-        path = self._dump_dir / f"decisions-{self._num_dumps % MAX_DUMPS}.jsonl"
-        self._num_dumps += 1
-        written = asyncio.get_running_loop().run_in_executor(
-            None, write_dump, path, reason, self._decisions.decisions()
-        )
-        self._writing.add(written)
-        written.add_done_callback(lambda done: self._dumped(done, path))
+        oldest = self._dumps.popleft() if len(self._dumps) >= MAX_DUMPS else None
+        decisions = self._decisions.decisions()
 
-    def _dumped(self, written: asyncio.Future[None], path: Path) -> None:
+        def write() -> Path:
+            if oldest is not None:
+                oldest.unlink(missing_ok=True)
+            return write_dump(self._dump_dir, reason, decisions)
+
+        written = asyncio.get_running_loop().run_in_executor(None, write)
+        self._writing.add(written)
+        written.add_done_callback(self._dumped)
+
+    def _dumped(self, written: asyncio.Future[Path]) -> None:
         self._writing.discard(written)
-        if written.cancelled() or written.exception() is not None:
-            self._log.error("decisions_lost", path=str(path))
+        if written.cancelled():
+            return
+        error = written.exception()
+        if error is not None:
+            self._log.error("decisions_lost", error=str(error))
         else:
-            self._log.error("decisions_written", path=str(path))
+            self._dumps.append(written.result())
+            self._log.error("decisions_written", path=str(written.result()))
 
     async def _watch(self) -> None:
         watchdog = Watchdog(self.limit_ns, self.interval_ns)

@@ -54,7 +54,8 @@ class Progress:
         stage: what that step is at, `forward` or `sample`.
         step_since_ns: since when it is the oldest.
         num_running: sequences that hold a row.
-        num_waiting: sequences that wait for one; paused sequences are in neither.
+        num_waiting: sequences that wait for one.
+        num_paused: how many of both are paused, that is, not to be planned: they are no work.
         num_committed: output tokens ever committed.
         num_prefilled: prompt tokens ever computed, repeats included.
         num_ended_tokens: tokens, prompt and output, of all sequences that ever ended.
@@ -66,6 +67,7 @@ class Progress:
     step_since_ns: int
     num_running: int
     num_waiting: int
+    num_paused: int
     num_committed: int
     num_prefilled: int
     num_ended_tokens: int
@@ -105,7 +107,7 @@ class Watchdog:
             self._step_ns += passed_ns
 
         moved = self._moved(progress)
-        has_work = progress.num_running + progress.num_waiting > 0
+        has_work = progress.num_running + progress.num_waiting > progress.num_paused
         self._quiet_ns = self._quiet_ns + passed_ns if has_work and not moved else 0
 
         if self._step_ns > self.limit_ns:
@@ -115,7 +117,7 @@ class Watchdog:
             return Alarm(
                 AlarmKind.NO_PROGRESS,
                 f"no token for {self._quiet_ns * _NS:.1f} s with {progress.num_running} sequences running"
-                f" and {progress.num_waiting} waiting",
+                f" and {progress.num_waiting} waiting, of which {progress.num_paused} paused",
             )
         return None
 
