@@ -37,14 +37,20 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_struct_flags(
-    group: argparse._ArgumentGroup, kind: type[msgspec.Struct], *, prefix: str, leave_out: frozenset[str] = frozenset()
+    group: argparse._ArgumentGroup,
+    kind: type[msgspec.Struct],
+    *,
+    prefix: str,
+    helps: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """A flag for each field of `kind`; parsed values land in the namespace as `prefix.field`."""
+    """A flag for each field of `kind`; parsed values land in the namespace as `prefix.field`.
+
+    `helps` has help texts by field, for a struct whose types do not carry them.
+    """
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
-        if field.name in leave_out:
-            continue
         description, options = _options(hints[field.name])
+        description = description or helps.get(field.name, "")
         default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
         if default not in ("", (), {}, None) and options.get("action") != "append":
             description = f"{description} (default: {_shown(default)})".strip()

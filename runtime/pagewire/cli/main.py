@@ -36,6 +36,26 @@ _COMMANDS: Final = {
     "version": "the version of Pagewire",
 }
 
+_SAMPLING_HELP: Final = {
+    "max_tokens": "tokens to generate at most; default: as many as fit",
+    "min_tokens": "no stop is taken before so many tokens",
+    "temperature": "0 is greedy",
+    "top_k": "only the k likeliest tokens; 0: all",
+    "top_p": "only the likeliest tokens that together reach this probability",
+    "min_p": "only tokens at least this likely, relative to the likeliest",
+    "repetition_penalty": "above 1: tokens of prompt and output become less likely",
+    "presence_penalty": "subtracted from the logits of tokens that were generated",
+    "frequency_penalty": "subtracted for each time a token was generated",
+    "logit_bias": "added to the logit of a token, as ID=BIAS; repeat for more",
+    "seed": "repeats the same draw; default: drawn",
+    "n": "continuations of the one prompt",
+    "logprobs": "log-probabilities of the chosen token and of the k likeliest",
+    "prompt_logprobs": "the same for the prompt's tokens",
+    "stop": "a text that ends the continuation; repeat for more",
+    "stop_token_ids": "a token that ends the continuation; repeat for more",
+    "ignore_eos": "go on after the model's own end",
+}
+
 
 class Command(Protocol):
     """What each module `pagewire.cli.<command>` has."""
@@ -63,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         of[name].add_argument("prompt", nargs="?", metavar="PROMPT", help="default: what standard input holds")
         of[name].add_argument("--url", help="of the server; default: the newest that this user runs on this machine")
         of[name].add_argument("--stats", action="store_true", help="say on standard error how fast it was")
-        add_struct_flags(of[name].add_argument_group("sampling"), SamplingParams, prefix="params")
+        add_struct_flags(of[name].add_argument_group("sampling"), SamplingParams, prefix="params", helps=_SAMPLING_HELP)
     of["chat"].add_argument("--system", metavar="TEXT", help="a system message to begin with")
     of["info"].add_argument("model", metavar="MODEL", help="a GGUF file or a model folder")
     of["demo"].add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask")

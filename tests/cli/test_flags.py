@@ -1,0 +1,139 @@
+"""Every setting has a flag, and flags say the same as a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagewire.cli.flags import add_config_flags, add_struct_flags, config_from, flag_name, values_of
+from pagewire.config import Config, from_mapping
+from pagewire.errors import ConfigError
+from pagewire_transport.params import SamplingParams
+
+SECTIONS = get_type_hints(Config)
+FIELDS = [(section, field.name) for section, kind in SECTIONS.items() for field in msgspec.structs.fields(kind)]
+
+
+def _parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_config_flags(parser)
+    return parser.parse_args(arguments)
+
+
+def _values(hint):
+    """Valid values of a field, by its type and limits."""
+    metas = []
+    while get_origin(hint) is Annotated:
+        hint, *extras = get_args(hint)
+        metas += [extra for extra in extras if isinstance(extra, msgspec.Meta)]
+    low = next((meta.ge for meta in metas if meta.ge is not None), 0)
+    high = next((meta.le for meta in metas if meta.le is not None), 2**40)
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if hint is bool:
+        return st.booleans()
+    if hint is int:
+        return st.integers(low, high)
+    assert hint is str
+    # argparse takes a value that is exactly `--` for the end of the flags.
+    return st.text("abc ä/.:-=_'", min_size=1).filter(lambda text: text != "--")
+
+
+@st.composite
+def _settings(draw):
+    values = {}
+    for section, kind in SECTIONS.items():
+        hints = get_type_hints(kind, include_extras=True)
+        names = draw(st.sets(st.sampled_from(sorted(hints))))
+        if names:
+            values[section] = {name: draw(_values(hints[name])) for name in sorted(names)}
+    return values
+
+
+def _flags(values) -> list[str]:
+    out = []
+    for section in values.values():
+        for name, value in section.items():
+            if isinstance(value, bool):
+                out.append(flag_name(name) if value else "--no-" + name.replace("_", "-"))
+            else:
+                out.append(f"{flag_name(name)}={value}")
+    return out
+
+
+def _toml(values) -> str:
+    lines = []
+    for section, fields in values.items():
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()]
+    return "\n".join(lines)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=_settings())
+def test_flags_and_file_say_the_same(values, tmp_path_factory):
+    file = tmp_path_factory.mktemp("config") / "c.toml"
+    file.write_text(_toml(values), "utf-8")
+    wanted = from_mapping(values)
+    assert config_from(_parse(*_flags(values))) == wanted
+    assert config_from(_parse("--config", str(file))) == wanted
+
+
+@pytest.mark.parametrize(("section", "name"), FIELDS)
+def test_every_field_has_a_flag_with_a_help_text(section, name):
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    (action,) = (action for action in parser._actions if action.dest == f"{section}.{name}")
+    assert flag_name(name) in action.option_strings
+    assert action.help
+
+
+def test_a_flag_overrides_the_file_and_leaves_the_rest(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("[scheduler]\nmax_rows = 3\nmax_waiting = 9\n[cache]\nprefix_cache = false\n")
+    config = config_from(_parse("--config", str(file), "--max-rows", "5"))
+    assert (config.scheduler.max_rows, config.scheduler.max_waiting, config.cache.prefix_cache) == (5, 9, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("[scheduler]\nmax_rowz = 3", "scheduler"),
+        ("[schedular]\nmax_rows = 3", None),
+        ("[scheduler]\nmax_rows = 0", "scheduler.max_rows"),
+        ("[scheduler]\nmax_rows = 'many'", "scheduler.max_rows"),
+        ("scheduler = 3", "scheduler"),
+        ("max_rows = ", "config"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path, text, field):
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config_from(_parse("--config", str(file), "--max-waiting", "9"))
+    assert caught.value.field == field
+    if "rowz" in text:
+        assert "max_rowz" in str(caught.value)
+
+
+def test_a_flag_out_of_range_is_refused_by_name():
+    with pytest.raises(ConfigError) as caught:
+        config_from(_parse("--heartbeat-ms", "1"))
+    assert caught.value.field == "server.heartbeat_ms"
+
+
+def test_sampling_flags_collect_lists_and_pairs():
+    parser = argparse.ArgumentParser()
+    add_struct_flags(parser.add_argument_group("s"), SamplingParams, prefix="params")
+    given = parser.parse_args(
+        ["--stop=a", "--stop=b", "--logit-bias=3=1.5", "--logit-bias=4=-2", "--ignore-eos", "--n=2"]
+    )
+    params = msgspec.convert(values_of(given, "params"), SamplingParams)
+    assert params == SamplingParams(stop=("a", "b"), logit_bias={3: 1.5, 4: -2.0}, ignore_eos=True, n=2)
+    assert values_of(parser.parse_args([]), "params") == {}
