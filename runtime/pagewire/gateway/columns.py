@@ -27,11 +27,6 @@ class LogprobRun:
     top_ids: memoryview  # uint32 × tokens × top
     top_logprobs: memoryview  # float32 × tokens × top
 
-    def first(self, count: int) -> LogprobRun:
-        """The part that belongs to the first `count` tokens."""
-        wide = 4 * count * self.top
-        return LogprobRun(self.top, self.chosen[: 4 * count], self.top_ids[:wide], self.top_logprobs[:wide])
-
 
 class Run(NamedTuple):
     """One entry of a `tokens` message."""

@@ -371,13 +371,13 @@ def _prompt_field(message: Generate) -> str:
 
 def _grow(stream: GatewayStream, run: Run, choice: Choice) -> bool:
     """Add a run to its choice; True: it completes a stop string, and the choice is finished at that token."""
-    ids, logprobs, text = run.ids, run.logprobs, ""
+    ids, text = run.ids, ""
     if choice.text is not None:
         delta = choice.text.push(ids)
         text = delta.text
         if delta.stop is not None:
             count = delta.stop.at - choice.received
-            ids, logprobs = ids[:count], logprobs.first(count) if logprobs is not None else None
+            ids = ids[:count]  # log-probabilities of the tokens behind are never sent: runs are as long as their ids
             choice.finished = Finished(
                 stream=stream.number,
                 choice=run.choice,
@@ -386,7 +386,7 @@ def _grow(stream: GatewayStream, run: Run, choice: Choice) -> bool:
                 stop=delta.stop.stop,
             )
     choice.received += len(ids)
-    choice.pending.add(ids, text, logprobs)
+    choice.pending.add(ids, text, run.logprobs)
     return choice.finished is not None
 
 
