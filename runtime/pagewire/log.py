@@ -19,7 +19,7 @@ _CAPACITY: Final = 10_000
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
-class _Writer:
+class LogWriter:
     """Stands where structlog expects a file: `write` never waits, a thread does the writing."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -56,15 +56,18 @@ class _Writer:
                 return
 
 
-def configure(process: str, *, level: str = "info", stream: TextIO | None = None) -> None:
+def configure(process: str, *, level: str = "info", stream: TextIO | None = None) -> LogWriter:
     """Set up logging for this process, once, before the first event.
 
     Args:
         process: bound to every event (`engine`, `gateway`, `supervisor`).
         level: `debug`, `info`, `warning` or `error`.
         stream: where to; stderr by default.
+
+    Returns:
+        the writer; it is closed at exit, and tells how many lines it dropped.
     """
-    writer = _Writer(stream or sys.stderr)
+    writer = LogWriter(stream or sys.stderr)
     atexit.register(writer.close)
     structlog.configure(
         processors=[
@@ -72,9 +75,12 @@ def configure(process: str, *, level: str = "info", stream: TextIO | None = None
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "process", "event"], bool_as_flag=False),
+            structlog.processors.LogfmtRenderer(
+                key_order=["timestamp", "level", "process", "event"], bool_as_flag=False
+            ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=structlog.WriteLoggerFactory(writer),  # type: ignore[arg-type]  # only write and flush are used
         cache_logger_on_first_use=True,
     )
+    return writer
