@@ -51,11 +51,11 @@ class Admission:
         """Sequences that waited long enough for somebody else's prefix go back to the queue."""
         self._departures.wake(self._prefixes.expired(step))
 
-    def admit_next(self, step: int, now_ns: int, draft: Draft, last_applied: int) -> Sequence | None:
+    def admit_next(self, step: int, now_ns: int, draft: Draft) -> Sequence | None:
         """Place the first waiting sequence with all blocks of its known tokens; None where it must wait."""
         while (sequence := self._waiting.peek()) is not None:
             if self._batch.num_free_rows - self._departures.num_reserved_rows < 1 + len(sequence.followers):
-                self._preempt_for(sequence, draft, last_applied)
+                self._preempt_for(sequence, draft)
                 return None
             stamp = (sequence.order, self._memory.num_available, self._memory.tree.version)
             if stamp == self._refused:
@@ -76,7 +76,7 @@ class Admission:
             if not self._can_spare(sequence, need + num_tails):
                 self._memory.release(sequence, known[:0], blocks)
                 self._refused = (sequence.order, self._memory.num_available, self._memory.tree.version)
-                self._preempt_for(sequence, draft, last_applied)
+                self._preempt_for(sequence, draft)
                 return None
             fresh = self._memory.try_take(need + num_tails)
             assert fresh is not None
@@ -117,10 +117,12 @@ class Admission:
         # Preempted often enough: it comes back only when nothing that runs can push it out again.
         batch, rows = self._batch, np.array([s.row for s in running])
         total = -(-batch.limit[rows] // batch.block_size) - batch.num_blocks[rows]
-        own = self._memory.blocks_for(sequence.limit) - self._memory.blocks_for(sequence.num_prompt + sequence.num_output)
+        own = self._memory.blocks_for(sequence.limit) - self._memory.blocks_for(
+            sequence.num_prompt + sequence.num_output
+        )
         return spare >= int(total.sum()) + own
 
-    def _preempt_for(self, sequence: Sequence, draft: Draft, last_applied: int) -> None:
+    def _preempt_for(self, sequence: Sequence, draft: Draft) -> None:
         """A waiting sequence of higher priority takes the place of one of lower priority, never of an equal."""
         if self._departures.num_promised_blocks:
             return  # one at a time: what is on its way may suffice
@@ -130,5 +132,5 @@ class Admission:
             and victim.request.priority < sequence.request.priority
             and victim.num_preemptions < self._config.max_preemptions
         ):
-            self._departures.preempt(victim, draft, last_applied)
+            self._departures.preempt(victim, draft)
             self._refused = None

@@ -2,14 +2,13 @@
 
 A row is a stable place, the same index here and in the worker's resident state. Lengths of a row, in tokens:
 
-    num_computed ≤ num_scheduled ≤ num_predicted,  num_known ≤ num_predicted ≤ limit
-
-    num_computed    positions whose KV is written and whose step was applied
-    num_scheduled   positions whose KV is written once all planned steps are done
     num_known       the ledger: prompt and committed outputs
-    num_predicted   num_known plus the tokens that planned steps will bring
+    num_scheduled   positions whose KV is written once all planned steps are done
+    num_computed    positions whose KV is written and whose step was applied; kept up to date during prefill only
 
-A row decodes when exactly its last token is not scheduled yet (num_scheduled == num_predicted − 1).
+In prefill num_computed ≤ num_scheduled < num_known. From then on the row is exactly one token behind what planned steps
+will bring: num_scheduled + 1 tokens are predicted, and num_known − 1 positions are computed. So decoding moves two of
+the numbers, each once a step.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagewire.request.request import TokenArray
-from pagewire.scheduler.sequence import NO_ROW, Sequence
+from pagewire.scheduler.sequence import NO_ROW, Sequence, SequenceState
 from pagewire.step.step import NULL_BLOCK, Int32Array
 
 
@@ -39,16 +38,21 @@ class Batch:
         self.num_computed = np.zeros(max_rows, np.int32)
         self.num_scheduled = np.zeros(max_rows, np.int32)
         self.num_known = np.zeros(max_rows, np.int32)
-        self.num_predicted = np.zeros(max_rows, np.int32)
         self.limit = np.zeros(max_rows, np.int32)
         self.epoch = np.zeros(max_rows, np.int32)
         self.slot = np.zeros(max_rows, np.int32)
-        self.last_step = np.full(max_rows, -1, np.int64)
         self.decodes = np.zeros(max_rows, np.bool_)
         self.sequences: list[Sequence | None] = [None] * max_rows
         # Lowest row first: a small batch stays at the front of every array.
         self.num_placed = 0
+        self.num_departures = 0
+        self._high = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def num_in_use(self) -> int:
+        """One more than the highest row that has a sequence or had one: whole-array operations stop there."""
+        return self._high
 
     @property
     def num_free_rows(self) -> int:
@@ -64,14 +68,14 @@ class Batch:
         """Give `sequence` a row and write what is known of it there. It has no blocks yet."""
         known = sequence.known_ids()
         row = self._free_rows.pop()
+        self._high = max(self._high, row + 1)
         self.ledger[row, : known.size] = known
         self.num_blocks[row] = 0
         self.num_prompt[row] = sequence.num_prompt
         self.num_computed[row] = self.num_scheduled[row] = 0
-        self.num_known[row] = self.num_predicted[row] = known.size
+        self.num_known[row] = known.size
         self.limit[row] = sequence.limit
         self.slot[row] = sequence.slot
-        self.last_step[row] = -1
         self.decodes[row] = False
         self.sequences[row] = sequence
         sequence.row = row
@@ -97,6 +101,14 @@ class Batch:
         """Committed outputs of a row, a view."""
         return self.ledger[row, self.num_prompt[row] : self.num_known[row]]
 
+    def num_valid(self, row: int) -> int:
+        """Leading positions whose KV is written by applied steps."""
+        sequence = self.sequences[row]
+        assert sequence is not None
+        if sequence.state is SequenceState.PREFILLING:
+            return int(self.num_computed[row])
+        return max(int(self.num_computed[row]), int(self.num_known[row]) - 1)
+
     def detach(self, row: int) -> Sequence:
         """The sequence leaves its row, taking its tokens along; results still on their way are recognised as stale.
 
@@ -110,6 +122,7 @@ class Batch:
         self.sequences[row] = None
         self.decodes[row] = False
         self.epoch[row] += 1
+        self.num_departures += 1
         self.num_placed -= 1
         return sequence
 
@@ -133,13 +146,13 @@ class Batch:
             assert sequence.row == row, (sequence.row, row)
             assert self.slot[row] == sequence.slot
             computed, scheduled = int(self.num_computed[row]), int(self.num_scheduled[row])
-            known, predicted = int(self.num_known[row]), int(self.num_predicted[row])
-            assert 0 <= computed <= scheduled <= predicted, (row, computed, scheduled, predicted)
-            assert self.num_prompt[row] <= known <= predicted <= self.limit[row], (row, known, predicted)
+            known, limit = int(self.num_known[row]), int(self.limit[row])
+            assert 0 <= computed <= scheduled, (row, computed, scheduled)
+            assert self.num_prompt[row] <= known <= limit, (row, known, limit)
             assert scheduled <= self.num_blocks[row] * self.block_size, row
             if self.decodes[row]:
-                assert scheduled == predicted - 1, (row, scheduled, predicted)
-                assert predicted < self.limit[row], row
+                assert sequence.state is SequenceState.RUNNING, (row, sequence.state)
+                assert known <= scheduled + 1 < limit, (row, known, scheduled, limit)
             blocks = self.blocks(row)
             assert (blocks != NULL_BLOCK).all(), row
             assert np.unique(blocks).size == blocks.size, row

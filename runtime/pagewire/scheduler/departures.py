@@ -15,6 +15,7 @@ from pagewire.errors import PagewireError
 from pagewire.request.request import TokenArray
 from pagewire.scheduler.batch import Batch
 from pagewire.scheduler.draft import Draft
+from pagewire.scheduler.in_flight import InFlight
 from pagewire.scheduler.memory import KvMemory
 from pagewire.scheduler.sequence import NO_ROW, Sequence, SequenceState
 from pagewire.scheduler.waiting import PrefixWaits, WaitingQueue
@@ -39,11 +40,14 @@ class _Leaving:
 class Departures:
     """Ends and preempts sequences. O(blocks of the sequence) each; nothing per step unless something leaves."""
 
-    def __init__(self, batch: Batch, memory: KvMemory, waiting: WaitingQueue, prefixes: PrefixWaits) -> None:
+    def __init__(
+        self, batch: Batch, memory: KvMemory, waiting: WaitingQueue, prefixes: PrefixWaits, in_flight: InFlight
+    ) -> None:
         self._batch = batch
         self._memory = memory
         self._waiting = waiting
         self._prefixes = prefixes
+        self._in_flight = in_flight
         self._leaving: dict[int, list[_Leaving]] = {}  # by the step that is their fence
         self._preempting: dict[int, list[Sequence]] = {}  # likewise
         self._copying: dict[int, list[Int32Array]] = {}  # ends of block copies, likewise
@@ -60,7 +64,6 @@ class Departures:
         reason: FinishReason,
         now_ns: int,
         draft: Draft,
-        last_applied: int,
         *,
         stop: int | None = None,
         error: PagewireError | None = None,
@@ -75,7 +78,7 @@ class Departures:
             return False
         self._leave_queues(sequence)
         if sequence.row != NO_ROW:
-            self._leave_row(sequence, draft, last_applied, publish=error is None, keep=keep)
+            self._leave_row(sequence, draft, publish=error is None, keep=keep)
         elif keep is not None:
             sequence.output = sequence.output[:keep]
         sequence.state = SequenceState.FINISHED
@@ -84,7 +87,7 @@ class Departures:
         self.ended.append(sequence)
         return True
 
-    def preempt(self, sequence: Sequence, draft: Draft, last_applied: int) -> None:
+    def preempt(self, sequence: Sequence, draft: Draft) -> None:
         """Take row and blocks; the sequence waits again with its seniority and all its tokens.
 
         A token in flight is committed first: with a step on its way, this completes at that step's fence.
@@ -92,11 +95,11 @@ class Departures:
         row = sequence.row
         self._batch.decodes[row] = False
         sequence.is_leaving = True
-        last = int(self._batch.last_step[row])
-        if last > last_applied:
-            self._preempting.setdefault(last, []).append(sequence)
+        fence = self._in_flight.fence_of(row)
+        if fence is not None:
+            self._preempting.setdefault(fence, []).append(sequence)
         else:
-            self._complete_preemption(sequence, draft, last_applied)
+            self._complete_preemption(sequence, draft)
 
     def release_at(self, step: int, blocks: Int32Array) -> None:
         """Give back references to `blocks`, ends of copies in `step`, once it is applied."""
@@ -106,7 +109,7 @@ class Departures:
         """`step` was applied: what it was the last to name comes back."""
         for sequence in self._preempting.pop(step, ()):
             if sequence.is_live and sequence.is_leaving:
-                self._complete_preemption(sequence, draft, step)
+                self._complete_preemption(sequence, draft)
         for leaving in self._leaving.pop(step, ()):
             self._release(leaving, draft)
         for blocks in self._copying.pop(step, ()):
@@ -162,14 +165,12 @@ class Departures:
                 self._waiting.push(follower)
         leader.followers = []
 
-    def _leave_row(
-        self, sequence: Sequence, draft: Draft, last_applied: int, *, publish: bool, keep: int | None = None
-    ) -> None:
+    def _leave_row(self, sequence: Sequence, draft: Draft, *, publish: bool, keep: int | None = None) -> None:
         batch, row = self._batch, sequence.row
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
         self.wake(self._prefixes.end(sequence))
-        computed = int(batch.num_computed[row]) if publish and sequence.is_proven else 0
+        computed = batch.num_valid(row) if publish and sequence.is_proven else 0
         blocks = batch.blocks(row).copy()
         batch.detach(row)
         if keep is not None:  # a stop string was found late: what came after it does not count, its KV stays good
@@ -180,15 +181,15 @@ class Departures:
             self.num_reserved_rows -= len(sequence.followers)
             self._free_followers(sequence)
         leaving = _Leaving(row, sequence, valid, blocks, fork_blocks)
-        last = int(batch.last_step[row])
-        if last > last_applied:
-            self._leaving.setdefault(last, []).append(leaving)
+        fence = self._in_flight.fence_of(row)
+        if fence is not None:
+            self._leaving.setdefault(fence, []).append(leaving)
         else:
             self._release(leaving, draft)
 
-    def _complete_preemption(self, sequence: Sequence, draft: Draft, last_applied: int) -> None:
+    def _complete_preemption(self, sequence: Sequence, draft: Draft) -> None:
         sequence.is_leaving = False
-        self._leave_row(sequence, draft, last_applied, publish=True)
+        self._leave_row(sequence, draft, publish=True)
         sequence.state = SequenceState.PREEMPTED
         sequence.num_preemptions += 1
         self.num_preemptions += 1

@@ -7,9 +7,12 @@ from typing import Final
 import numpy as np
 
 from pagewire.request.request import TokenArray
+from pagewire.scheduler.constants import ascending, ones
+from pagewire.scheduler.in_flight import RowIndex
 from pagewire.step.step import Int32Array, RowJoin, StepPlan
 
 _EMPTY: Final = np.empty(0, np.int32)
+_Finished = tuple[StepPlan, RowIndex, RowIndex]
 
 
 class Draft:
@@ -81,41 +84,43 @@ class Draft:
         """Log-probabilities of the chunk's next prompt tokens."""
         self._prompt_logprobs[chunk] = top
 
-    def finish(self, step: int, decode_rows: Int32Array, decode_starts: Int32Array, epoch: Int32Array) -> StepPlan:
-        """The plan: decode entries first, each with its sample, then the chunks."""
+    def finish(self, step: int, decode_rows: RowIndex, decode_starts: Int32Array, epoch: Int32Array) -> _Finished:
+        """The plan and the rows it names: decode entries first, each with its sample, then the chunks."""
         num_decode = decode_rows.size
-        entries = sample_rows = np.arange(num_decode, dtype=np.int32)
+        rows = sample_rows = decode_rows
+        starts, num_tokens, entries = decode_starts, ones(num_decode), ascending(num_decode)
         if self._rows:
-            rows = np.concatenate([decode_rows, np.array(self._rows, np.int32)])
-            starts = np.concatenate([decode_starts, np.array(self._starts, np.int32)])
-            num_tokens = np.ones(rows.size, np.int32)
-            num_tokens[num_decode:] = self._num_tokens
+            rows = np.concatenate([rows, np.array(self._rows, np.intp)])
+            starts = np.concatenate([starts, np.array(self._starts, np.int32)])
+            num_tokens = np.concatenate([num_tokens, np.array(self._num_tokens, np.int32)])
             chunk_samples = np.array(self._samples, np.int32).reshape(-1, 2)
             entries = np.concatenate([entries, chunk_samples[:, 0] + np.int32(num_decode)])
-            sample_rows = np.concatenate([decode_rows, chunk_samples[:, 1]])
-        else:
-            rows, starts, num_tokens, sample_rows = decode_rows, decode_starts, np.ones(num_decode, np.int32), decode_rows
-        copies = np.array(self._copies, np.int32).reshape(-1, 2)
-        return StepPlan(
+            sample_rows = np.concatenate([sample_rows, chunk_samples[:, 1].astype(np.intp)])
+        narrow, epochs = rows.astype(np.int32), epoch.take(rows)
+        same = sample_rows is rows
+        plan = StepPlan(
             step=step,
-            rows=rows,
+            rows=narrow,
             starts=starts,
             num_tokens=num_tokens,
-            epochs=epoch[rows],
+            epochs=epochs,
             num_decode=num_decode,
             token_ids=_joined(self._token_ids),
             sample_entries=entries,
-            sample_rows=sample_rows,
-            sample_epochs=epoch[sample_rows],
+            sample_rows=narrow if same else sample_rows.astype(np.int32),
+            sample_epochs=epochs if same else epoch.take(sample_rows),
             leaves=np.array(self._leaves, np.int32) if self._leaves else _EMPTY,
             joins=self._joins,
             block_rows=_joined(self._block_rows),
             block_cols=_joined(self._block_cols),
             block_ids=_joined(self._block_ids),
-            copy_src=copies[:, 0],
-            copy_dst=copies[:, 1],
-            prompt_logprobs={num_decode + chunk: top for chunk, top in self._prompt_logprobs.items()},
         )
+        if self._copies:
+            copies = np.array(self._copies, np.int32)
+            plan.copy_src, plan.copy_dst = copies[:, 0], copies[:, 1]
+        if self._prompt_logprobs:
+            plan.prompt_logprobs = {num_decode + chunk: top for chunk, top in self._prompt_logprobs.items()}
+        return plan, rows, sample_rows
 
 
 def _joined(parts: list[Int32Array]) -> Int32Array:

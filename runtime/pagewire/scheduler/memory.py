@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pagewire.cache.block_pool import BlockPool
-from pagewire.cache.radix_tree import Match, RadixTree
+from pagewire.cache.lease import Lease, Match
+from pagewire.cache.radix_tree import RadixTree
 from pagewire.request.request import TokenArray
 from pagewire.scheduler.sequence import Sequence
 from pagewire.step.step import Int32Array
@@ -47,3 +48,35 @@ class KvMemory:
     def share(self, blocks: Int32Array) -> None:
         """One more reference to each."""
         self.pool.share(blocks)
+
+    def acquire(self, sequence: Sequence, match: Match) -> Int32Array:
+        """Hold a match for `sequence`, which from now on has a lease; the blocks."""
+        sequence.lease, blocks = self.tree.acquire(match)
+        return blocks
+
+    def publish(self, sequence: Sequence, valid_ids: TokenArray, blocks: Int32Array) -> None:
+        """Make the full blocks of a running sequence findable, where prefixes are cached."""
+        if self.prefix_cache:
+            self.tree.publish(_open(sequence), valid_ids, blocks)
+
+    def fork(self, leader: Sequence, full_blocks: Int32Array, followers: list[Sequence]) -> None:
+        """`followers` hold all `full_blocks` of `leader` too."""
+        for follower, lease in zip(followers, self.tree.fork(_open(leader), full_blocks, len(followers)), strict=True):
+            follower.lease = lease
+
+    def release(self, sequence: Sequence, valid_ids: TokenArray, blocks: Int32Array) -> None:
+        """End the lease of `sequence` and give back all its blocks; those of `valid_ids` stay findable."""
+        lease, sequence.lease = _open(sequence), None
+        if self.prefix_cache and valid_ids.size:
+            self.tree.publish_and_release(lease, valid_ids, blocks)
+        else:
+            self.tree.release(lease, blocks)
+
+    def release_plain(self, blocks: Int32Array) -> None:
+        """Give back one reference each to blocks outside of any lease."""
+        self.pool.release(blocks)
+
+
+def _open(sequence: Sequence) -> Lease:
+    assert sequence.lease is not None, sequence.request.request_id
+    return sequence.lease

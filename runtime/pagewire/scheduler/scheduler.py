@@ -25,8 +25,10 @@ from pagewire.request.request import Request, TokenArray
 from pagewire.scheduler.admission import Admission
 from pagewire.scheduler.batch import Batch
 from pagewire.scheduler.commit import commit_logprobs, trim_prompt_logprobs
+from pagewire.scheduler.constants import ascending, ones
 from pagewire.scheduler.departures import Departures
 from pagewire.scheduler.draft import Draft
+from pagewire.scheduler.in_flight import InFlight, PlannedStep, RowIndex
 from pagewire.scheduler.memory import KvMemory
 from pagewire.scheduler.outcome import StepOutcome
 from pagewire.scheduler.sequence import NO_ROW, Sequence, SequenceState
@@ -65,12 +67,12 @@ class Scheduler:
         self.batch = Batch(max_rows, self.max_len, block_size)
         self.waiting = WaitingQueue()
         self.prefixes = PrefixWaits(block_size, config.max_prefix_wait_steps if prefix_cache else 0)
-        self.departures = Departures(self.batch, self.memory, self.waiting, self.prefixes)
+        self._in_flight = InFlight()
+        self.departures = Departures(self.batch, self.memory, self.waiting, self.prefixes, self._in_flight)
         self.admission = Admission(self.batch, self.memory, self.waiting, self.prefixes, self.departures, config)
         self._draft = Draft()  # the step to come
         self._next_draft = Draft()  # and what already must wait for the one after
         self._next_step = 0
-        self._last_applied = -1
         self._next_order = 0
         self._slots = _Slots()
         self._live: dict[int, Sequence] = {}  # by order
@@ -153,7 +155,9 @@ class Scheduler:
         if sequence.state is SequenceState.PAUSED:
             sequence.state = SequenceState.RUNNING
             row = sequence.row
-            self.batch.decodes[row] = not sequence.is_leaving and self.batch.num_predicted[row] < self.batch.limit[row]
+            self.batch.decodes[row] = (
+                not sequence.is_leaving and self.batch.num_scheduled[row] + 1 < self.batch.limit[row]
+            )
         elif sequence.row == NO_ROW and sequence.leader is None:
             self.waiting.push(sequence)
 
@@ -171,53 +175,53 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> StepPlan | None:
         """The next step, or None where nothing can run now."""
-        step, batch = self._next_step, self.batch
+        step, batch, in_flight = self._next_step, self.batch, self._in_flight
         self.admission.wake_expired(step)
-        rows = self._decode_rows(now_ns)
-        # Named by this step from here on: a preemption further down must wait for its fence.
-        batch.last_step[rows] = step
-        self._prefill(step, self.config.max_step_tokens - rows.size, now_ns)
+        rows, starts = self._decode_rows(now_ns)
+        in_flight.begin(step, rows)
+        self._prefill(self.config.max_step_tokens - rows.size, now_ns)
         if rows.size == 0 and not self._draft.has_chunks:
+            in_flight.abandon()
             return None
-        starts = batch.num_scheduled[rows]
         if rows.size:
-            predicted = batch.num_predicted[rows] + 1
             batch.num_scheduled[rows] = starts + 1
-            batch.num_predicted[rows] = predicted
-            batch.decodes[rows] &= predicted < batch.limit[rows]
-        plan = self._draft.finish(step, rows, starts, batch.epoch)
+            # This step brings token number starts + 2 of the sequence: who then has all it may have, needs no other.
+            complete = starts + 2 >= batch.limit.take(rows)
+            if complete.any():
+                batch.decodes[rows[complete]] = False
+        plan, named, sampled = self._draft.finish(step, rows, starts, batch.epoch)
         self._draft, self._next_draft = self._next_draft, Draft()
         if plan.copy_src.size:
             self.departures.release_at(step, np.concatenate([plan.copy_src, plan.copy_dst]))
+        in_flight.commit(PlannedStep(step, named, sampled, batch.num_departures))
         self._next_step = step + 1
         return plan
 
-    def _decode_rows(self, now_ns: int) -> Int32Array:
-        """Rows that decode in this step, each with a block for its next position."""
+    def _decode_rows(self, now_ns: int) -> tuple[RowIndex, Int32Array]:
+        """Rows that decode in this step and the position that each computes, with a block for it."""
         batch = self.batch
-        rows = np.flatnonzero(batch.decodes).astype(np.int32)
-        if rows.size == 0:
-            return rows
-        needs = batch.num_scheduled[rows] == batch.num_blocks[rows] * batch.block_size
-        if not needs.any():
-            return rows
-        growing = rows[needs]
+        rows = np.flatnonzero(batch.decodes[: batch.num_in_use])
+        starts = batch.num_scheduled.take(rows)
+        crossing = np.flatnonzero(starts % batch.block_size == 0)
+        if crossing.size == 0:
+            return rows, starts
+        growing = rows[crossing]
         blocks = self.memory.try_take(growing.size)
         if blocks is not None:
             self._grow(growing, blocks)
-            return rows
+            return rows, starts
         granted = self._grow_by_seniority(growing, now_ns)
         keep = batch.decodes[rows]
-        keep[needs] &= np.isin(growing, granted)
-        return rows[keep]
+        keep[crossing] &= np.isin(growing, granted)
+        return rows[keep], starts[keep]
 
-    def _grow(self, rows: Int32Array, blocks: Int32Array) -> None:
+    def _grow(self, rows: RowIndex, blocks: Int32Array) -> None:
         cols = self.batch.num_blocks[rows]
         self.batch.table[rows, cols] = blocks
         self.batch.num_blocks[rows] = cols + 1
-        self._draft.grow_blocks(rows, cols, blocks)
+        self._draft.grow_blocks(rows.astype(np.int32), cols, blocks)
 
-    def _grow_by_seniority(self, rows: Int32Array, now_ns: int) -> list[int]:
+    def _grow_by_seniority(self, rows: RowIndex, now_ns: int) -> list[int]:
         """Blocks are short: the most senior rows get theirs, juniors are preempted; who got one."""
         batch, granted, demand = self.batch, [], 0
         sequences = [s for row in rows if (s := batch.sequences[row]) is not None]
@@ -230,11 +234,11 @@ class Scheduler:
                 victim = choose_victim(batch, sequence, self.config.max_preemptions)
                 if victim is None:
                     break
-                self.departures.preempt(victim, self._draft, self._last_applied)
+                self.departures.preempt(victim, self._draft)
                 block = self.memory.try_take(1)
             if block is not None:
                 row = sequence.row
-                self._grow(np.array([row], np.int32), block)
+                self._grow(np.array([row]), block)
                 granted.append(row)
                 demand -= 1
             elif self.departures.num_promised_blocks < demand:
@@ -243,24 +247,24 @@ class Scheduler:
                 if batch.num_rows == 1:
                     self.fail(sequence, InternalError("KV blocks ran out for the only sequence"), now_ns)
                 else:
-                    self.departures.preempt(sequence, self._draft, self._last_applied)
+                    self.departures.preempt(sequence, self._draft)
         return granted
 
-    def _prefill(self, step: int, budget: int, now_ns: int) -> None:
+    def _prefill(self, budget: int, now_ns: int) -> None:
         """Chunks for sequences in prefill, then for newcomers, within `budget` tokens."""
         for sequence in tuple(self.departures.prefilling):
             if budget <= 0:
                 return
             if not sequence.is_leaving:
-                budget -= self._chunk(sequence, step, budget)
+                budget -= self._chunk(sequence, budget)
         while budget > 0:
-            admitted = self.admission.admit_next(step, now_ns, self._draft, self._last_applied)
+            admitted = self.admission.admit_next(self._next_step, now_ns, self._draft)
             if admitted is None:
                 return
             self._draft.join(self._join_of(admitted))
-            budget -= self._chunk(admitted, step, budget)
+            budget -= self._chunk(admitted, budget)
 
-    def _chunk(self, sequence: Sequence, step: int, budget: int) -> int:
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Schedule the next tokens of a sequence in prefill; how many."""
         batch, row = self.batch, sequence.row
         start = int(batch.num_scheduled[row])
@@ -268,7 +272,7 @@ class Scheduler:
         n = min(budget, known - start)
         chunk = self._draft.add_chunk(row, start, batch.ledger[row, start : start + n])
         batch.num_scheduled[row] = start + n
-        batch.last_step[row] = step
+        self._in_flight.planning_chunks.add(row)
         top = sequence.request.params.prompt_logprobs
         if top is not None and start < sequence.num_prompt:
             self._draft.want_prompt_logprobs(chunk, top)
@@ -276,18 +280,16 @@ class Scheduler:
             self.departures.prefilling.remove(sequence)
             if known < batch.limit[row]:
                 self._start_decoding(sequence, chunk)
-                self._fork(sequence, chunk, step)
+                self._fork(sequence, chunk)
         return n
 
     def _start_decoding(self, sequence: Sequence, chunk: int) -> None:
         batch, row = self.batch, sequence.row
         self._draft.sample(chunk, row)
-        predicted = int(batch.num_known[row]) + 1
-        batch.num_predicted[row] = predicted
         sequence.state = SequenceState.PAUSED if sequence.is_paused else SequenceState.RUNNING
-        batch.decodes[row] = not sequence.is_paused and predicted < batch.limit[row]
+        batch.decodes[row] = not sequence.is_paused and batch.num_known[row] + 1 < batch.limit[row]
 
-    def _fork(self, leader: Sequence, chunk: int, step: int) -> None:
+    def _fork(self, leader: Sequence, chunk: int) -> None:
         """The leader's followers start: they share its full blocks; its partial tail is copied in the next step."""
         followers, leader.followers = leader.followers, []
         tails, leader.fork_blocks = leader.fork_blocks, leader.fork_blocks[:0]
@@ -295,16 +297,17 @@ class Scheduler:
         shared = self.batch.blocks(leader.row)
         tail = shared[shared.size - 1 :] if tails.size else shared[:0]
         shared = shared[: shared.size - tail.size]
+        if followers:
+            self.memory.fork(leader, shared, followers)
         for i, follower in enumerate(followers):
             follower.leader = None
             follower.num_cached = leader.num_prompt
             follower.first_scheduled_ns = leader.first_scheduled_ns
             row = self.batch.place(follower)
-            self.memory.share(shared)
             blocks = np.concatenate([shared, tails[i : i + tail.size]])
             self.batch.append_blocks(row, blocks)
             self.batch.num_scheduled[row] = leader.num_prompt
-            self.batch.last_step[row] = step
+            self._in_flight.planning_chunks.add(row)
             self._draft.set_blocks(row, 0, blocks)
             self._draft.join(self._join_of(follower))
             self._start_decoding(follower, chunk)
@@ -330,74 +333,116 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, result: StepResult, now_ns: int) -> StepOutcome:
         """Commit a step: the oldest that is planned and not applied."""
-        assert result.step == plan.step == self._last_applied + 1, (result.step, plan.step, self._last_applied)
-        batch = self.batch
-        self._last_applied = plan.step
-        ours = batch.epoch[plan.rows] == plan.epochs
-        batch.num_computed[plan.rows[ours]] = (plan.starts + plan.num_tokens)[ours]
+        planned = self._in_flight.steps.popleft()
+        assert result.step == plan.step == planned.step, (result.step, plan.step, planned.step)
         outcome = StepOutcome(plan.step)
-        for rows in result.prompt_logprobs:
-            if ours[rows.entry]:
-                trimmed = trim_prompt_logprobs(batch.sequences[plan.rows[rows.entry]], rows)
-                if trimmed is not None:
-                    outcome.prompt_logprobs.append(trimmed)
-        self._commit(plan, result, outcome, now_ns)
-        for entry in range(plan.num_decode, plan.rows.size):  # prompts that were computed for their log-probabilities
-            sequence = batch.sequences[plan.rows[entry]] if ours[entry] else None
-            if sequence is not None and sequence.request.max_tokens == 0:
-                if batch.num_computed[sequence.row] == batch.num_known[sequence.row]:
-                    sequence.is_proven = True
-                    self._end(sequence, "length", now_ns)
+        has_chunks = plan.rows.size > plan.num_decode
+        if has_chunks:
+            self._advance_chunks(plan, result, outcome)
+        samples, rows = self._drawn(plan, planned, result)
+        self._commit(result, samples, rows, outcome)
+        if has_chunks:
+            self._finish_prefills(plan, samples, now_ns)
+        self._end_sampled(plan, result, samples, rows, outcome.token_ids, now_ns)
+        if has_chunks:
+            self._finish_unsampled(plan, now_ns)
         self.departures.pass_fence(plan.step, self._draft)
         outcome.ended = self._report_ended()
         return outcome
 
-    def _commit(self, plan: StepPlan, result: StepResult, outcome: StepOutcome, now_ns: int) -> None:
-        """Append the drawn tokens to the ledger; end who stopped, reached its limit or failed."""
-        batch, counts = self.batch, result.counts
-        assert counts.size == plan.sample_rows.size
-        assert result.token_ids.size == np.count_nonzero(counts), "one token a sample at most"
-        live = batch.epoch[plan.sample_rows] == plan.sample_epochs
-        drawn = live & (counts == 1)
+    def _advance_chunks(self, plan: StepPlan, result: StepResult, outcome: StepOutcome) -> None:
+        """Positions of prompts that are computed now, and their log-probabilities."""
+        batch = self.batch
+        chunks = slice(plan.num_decode, None)
+        rows = plan.rows[chunks]
+        ours = batch.epoch[rows] == plan.epochs[chunks]
+        batch.num_computed[rows[ours]] = (plan.starts[chunks] + plan.num_tokens[chunks])[ours]
+        for rows_of in result.prompt_logprobs:
+            if ours[rows_of.entry - plan.num_decode]:
+                trimmed = trim_prompt_logprobs(batch.sequences[plan.rows[rows_of.entry]], rows_of)
+                if trimmed is not None:
+                    outcome.prompt_logprobs.append(trimmed)
+
+    def _drawn(self, plan: StepPlan, planned: PlannedStep, result: StepResult) -> tuple[Int32Array, RowIndex]:
+        """Samples whose token counts, and the rows that it goes to: all of them, in most steps."""
+        num_samples = plan.sample_rows.size
+        assert result.counts.size == result.flags.size == num_samples
+        complete = result.token_ids.size == num_samples
+        if complete and planned.departures == self.batch.num_departures:
+            return ascending(num_samples), planned.sample_rows
+        assert complete or result.token_ids.size == result.counts.sum(), "tokens and counts disagree"
+        drawn = (self.batch.epoch.take(planned.sample_rows) == plan.sample_epochs) & (result.counts == 1)
         samples = np.flatnonzero(drawn).astype(np.int32)
-        rows = plan.sample_rows[samples]
-        token_ids = result.token_ids[(np.cumsum(counts) - counts)[samples]]
-        known = batch.num_known[rows]
+        return samples, planned.sample_rows[samples]
+
+    def _commit(self, result: StepResult, samples: Int32Array, rows: RowIndex, outcome: StepOutcome) -> None:
+        """Append the drawn tokens to the ledger."""
+        batch, token_ids = self.batch, result.token_ids
+        if token_ids.size != samples.size:
+            token_ids = token_ids[(np.cumsum(result.counts) - result.counts)[samples]]
+        known = batch.num_known.take(rows)
         batch.ledger[rows, known] = token_ids
         batch.num_known[rows] = known + 1
-        outcome.slots, outcome.token_ids, outcome.samples = batch.slot[rows], token_ids, samples
-        outcome.starts, outcome.counts = known - batch.num_prompt[rows], counts[samples]
+        outcome.slots, outcome.token_ids, outcome.samples = batch.slot.take(rows), token_ids, samples
+        outcome.starts, outcome.counts = known - batch.num_prompt.take(rows), ones(rows.size)
         if result.logprobs is not None:
-            outcome.logprobs = commit_logprobs(result.logprobs, samples, counts.size)
-        if plan.sample_rows.size > plan.num_decode:
-            self._finish_prefills(plan, drawn, now_ns)
-        stopped = (result.flags[samples] & SampleFlag.STOPPED) != 0
-        for i in np.flatnonzero(stopped | (known + 1 >= batch.limit[rows])):
-            sequence = batch.sequences[rows[i]]
-            assert sequence is not None
-            if stopped[i]:
-                self._end(sequence, "stop", now_ns, stop=int(token_ids[i]))
-            else:
-                self._end(sequence, "length", now_ns)
-        for s in np.flatnonzero(live & ((result.flags & SampleFlag.NUMERIC) != 0)):
-            sequence = batch.sequences[plan.sample_rows[s]]
-            assert sequence is not None
-            self.fail(sequence, NumericError("the model gave NaN or infinite logits for this request"), now_ns)
+            outcome.logprobs = commit_logprobs(result.logprobs, samples, result.counts.size)
 
-    def _finish_prefills(self, plan: StepPlan, drawn: np.ndarray, now_ns: int) -> None:
+    def _end_sampled(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        samples: Int32Array,
+        rows: RowIndex,
+        token_ids: Int32Array,
+        now_ns: int,
+    ) -> None:
+        """End who stopped, reached its limit, or had no good logits."""
+        batch = self.batch
+        ends = batch.num_known.take(rows) >= batch.limit.take(rows)
+        flagged = bool(result.flags.any())
+        if flagged:
+            stopped = (result.flags[samples] & SampleFlag.STOPPED) != 0
+            for i in np.flatnonzero(stopped):
+                self._end(self._sequence_in(rows[i]), "stop", now_ns, stop=int(token_ids[i]))
+            ends &= ~stopped
+        if ends.any():
+            for row in rows[ends]:
+                self._end(self._sequence_in(row), "length", now_ns)
+        if flagged:
+            for s in np.flatnonzero(result.flags & SampleFlag.NUMERIC):
+                row = plan.sample_rows[s]
+                if batch.epoch[row] == plan.sample_epochs[s]:
+                    error = NumericError("the model gave NaN or infinite logits for this request")
+                    self.fail(self._sequence_in(row), error, now_ns)
+
+    def _finish_unsampled(self, plan: StepPlan, now_ns: int) -> None:
+        """Prompts that were computed for their log-probabilities alone (max_tokens 0)."""
+        batch = self.batch
+        for row, epoch in zip(plan.rows[plan.num_decode :], plan.epochs[plan.num_decode :], strict=True):
+            sequence = batch.sequences[row] if batch.epoch[row] == epoch else None
+            if sequence is None or sequence.request.max_tokens > 0:
+                continue
+            if batch.num_computed[row] == batch.num_known[row]:
+                self._end(sequence, "length", now_ns)
+
+    def _sequence_in(self, row: np.intp | np.int32) -> Sequence:
+        sequence = self.batch.sequences[row]
+        assert sequence is not None
+        return sequence
+
+    def _finish_prefills(self, plan: StepPlan, samples: Int32Array, now_ns: int) -> None:
         """First tokens: their prompts are computed, and proven by good logits; now they may be found by others."""
         batch = self.batch
-        for s in range(plan.num_decode, plan.sample_rows.size):
-            if not drawn[s]:
-                continue
-            row, entry = plan.sample_rows[s], plan.sample_entries[s]
-            sequence = batch.sequences[row]
-            assert sequence is not None
+        for s in samples[np.searchsorted(samples, plan.num_decode) :]:
+            row, entry = int(plan.sample_rows[s]), int(plan.sample_entries[s])
+            sequence = self._sequence_in(np.intp(row))
             if sequence.first_token_ns is None:
                 sequence.first_token_ns = now_ns
             sequence.is_proven = True
-            computed = batch.num_computed[row] = plan.starts[entry] + plan.num_tokens[entry]
-            if row == plan.rows[entry] and self.memory.prefix_cache:  # followers hold the same blocks
+            computed = int(plan.starts[entry] + plan.num_tokens[entry])
+            batch.num_computed[row] = computed
+            if row == plan.rows[entry]:  # followers hold the same blocks
                 self.memory.publish(sequence, batch.ledger[row, :computed], batch.blocks(row))
             self.departures.wake(self.prefixes.end(sequence))
 
@@ -411,9 +456,7 @@ class Scheduler:
         error: PagewireError | None = None,
         keep: int | None = None,
     ) -> bool:
-        ended = self.departures.end(
-            sequence, reason, now_ns, self._draft, self._last_applied, stop=stop, error=error, keep=keep
-        )
+        ended = self.departures.end(sequence, reason, now_ns, self._draft, stop=stop, error=error, keep=keep)
         if ended:
             del self._live[sequence.order]
         return ended
@@ -444,7 +487,7 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Steps planned and not applied."""
-        return self._next_step - 1 - self._last_applied
+        return len(self._in_flight.steps)
 
     def check_invariants(self) -> None:
         """Every block has exactly the references that somebody can name; queues, rows and states agree."""
@@ -468,7 +511,9 @@ class Scheduler:
             assert has_row == in_row, sequence.state
             assert (sequence in self.departures.prefilling) == (sequence.state is SequenceState.PREFILLING)
             if not has_row:
-                places = (sequence in self.waiting) + sequence.is_held + sequence.is_paused + (sequence.leader is not None)
+                places = (
+                    (sequence in self.waiting) + sequence.is_held + sequence.is_paused + (sequence.leader is not None)
+                )
                 assert places == 1 or (places == 2 and sequence.is_paused and sequence.leader is not None), places
         reserved = sum(len(s.followers) for s in self._live.values() if s.row != NO_ROW)
         assert reserved == self.departures.num_reserved_rows, (reserved, self.departures.num_reserved_rows)

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from pagewire.cache.radix_tree import Lease
+from pagewire.cache.lease import Lease
 from pagewire.errors import PagewireError
 from pagewire.request.request import Request, TokenArray
 from pagewire.step.step import Int32Array
@@ -30,9 +30,9 @@ _NO_TOKENS: Final[TokenArray] = np.empty(0, np.int32)
 class SequenceState(Enum):
     """Where a sequence stands.
 
-        WAITING ─▶ PREFILLING ─▶ RUNNING ⇄ PAUSED
-           ▲           │            │         │
-           └───────── PREEMPTED ◀───┴─────────┘         every state ─▶ FINISHED
+    WAITING ─▶ PREFILLING ─▶ RUNNING ⇄ PAUSED
+       ▲           │            │         │
+       └───────── PREEMPTED ◀───┴─────────┘         every state ─▶ FINISHED
     """
 
     WAITING = auto()

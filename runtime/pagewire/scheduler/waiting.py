@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
-import numpy as np
-
 from pagewire.request.request import Namespace, TokenArray
 from pagewire.scheduler.sequence import Sequence
 

@@ -1,0 +1,188 @@
+"""What a step costs on the host: `plan` + `apply` beside a plain numpy probe in the same run.
+
+A stub worker answers one step late, as with overlap. Sequences are staggered in length (and once aligned, so that all
+cross a block boundary in the same step), one joins and one finishes every 10 steps, and what they computed is published
+in the radix tree. The probe does what cannot be left out: append, stop and length checks, growth of block tables.
+Steps of the two alternate in short runs, so that both see the same machine. Beside the times stand `anchors.md`'s host
+table as targets; absolute times differ from machine to machine, the ratio does not.
+
+    python perf/scheduler.py [--steps 3000] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+
+import numpy as np
+from radix import report_radix
+from report import Report
+
+from pagewire.config import SchedulerConfig
+from pagewire.request.request import Request
+from pagewire.scheduler.pipeline import Pipeline
+from pagewire.scheduler.scheduler import Scheduler
+from pagewire.step.step import StepPlan, StepResult
+from pagewire_transport.params import SamplingParams
+
+BLOCK = 16
+PROMPT = 64
+MAX_LEN = 8192
+TURN = 50  # steps before the other one has its turn
+
+
+class Probe:
+    """The least that a step needs: append, stop and length checks, growth of block tables."""
+
+    def __init__(self, rows: int, rng: np.random.Generator, *, aligned: bool) -> None:
+        self.rows = np.arange(rows, dtype=np.int32)
+        self.length = np.full(rows, PROMPT, np.int32) if aligned else rng.integers(PROMPT, PROMPT + BLOCK, rows, np.int32)
+        self.limit = np.full(rows, MAX_LEN, np.int32)
+        self.ledger = np.zeros((rows, MAX_LEN + 1), np.int32)
+        self.table = np.zeros((rows, MAX_LEN // BLOCK + 1), np.int32)
+        self.num_blocks = -(-self.length // BLOCK)
+        self.free = np.arange(rows * (MAX_LEN // BLOCK + 1), dtype=np.int32)
+        self.num_free = self.free.size
+
+    def step(self, tokens: np.ndarray, eos: int) -> int:
+        self.ledger[self.rows, self.length] = tokens
+        self.length += 1
+        ended = (tokens == eos) | (self.length >= self.limit)
+        finished = np.flatnonzero(ended).size
+        growing = np.flatnonzero(self.length > self.num_blocks * BLOCK)
+        if growing.size:
+            self.num_free -= growing.size
+            blocks = self.free[self.num_free : self.num_free + growing.size]
+            self.table[growing, self.num_blocks[growing]] = blocks
+            self.num_blocks[growing] += 1
+        return finished
+
+
+class Stub:
+    """Scheduler and a worker that answers one step late."""
+
+    def __init__(self, rows: int, rng: np.random.Generator, *, aligned: bool) -> None:
+        self.rng = rng
+        self.tokens = rng.integers(10, 1000, 4096, np.int32)
+        self.now = 0
+        self.serial = 0
+        self.pending: list[StepPlan] = []
+        config = SchedulerConfig(max_rows=rows, max_step_tokens=max(2048, rows), max_waiting=4 * rows + 16)
+        blocks = rows * 48 + 4096
+        self.scheduler = Scheduler(
+            num_blocks=blocks, block_size=BLOCK, max_rows=rows, max_model_len=MAX_LEN, config=config, eos_ids=(2,)
+        )
+        self.pipeline = Pipeline(self.scheduler, overlap=True)
+        # Lengths are spread so that one sequence reaches its end every 10 steps.
+        for i in range(rows):
+            self.submit(PROMPT if aligned else PROMPT + int(rng.integers(0, BLOCK)), 10 * (i + 1) + 30)
+        while self.scheduler.num_waiting or self.scheduler.departures.prefilling:
+            self.step()
+        self.lifetime = 10 * rows
+
+    def submit(self, prompt: int, max_tokens: int) -> None:
+        self.serial += 1
+        ids = self.rng.integers(10, 1000, prompt, np.int32)
+        params = SamplingParams(max_tokens=min(max_tokens, 640), seed=self.serial)
+        self.scheduler.submit(Request(str(self.serial), ids, params, self.now), self.now)
+
+    def answer(self, plan: StepPlan) -> StepResult:
+        n = plan.sample_rows.size
+        return StepResult(plan.step, np.ones(n, np.int32), self.tokens[:n], np.zeros(n, np.uint8))
+
+    def step(self) -> int:
+        """One plan and one apply; nanoseconds that the two took."""
+        self.now += 10_000_000
+        t0 = time.perf_counter_ns()
+        plan = self.pipeline.plan(self.now)
+        t1 = time.perf_counter_ns()
+        if plan is not None:
+            self.pending.append(plan)
+        if len(self.pending) < 2 and plan is not None:
+            return t1 - t0
+        result = self.answer(self.pending.pop(0))
+        t2 = time.perf_counter_ns()
+        self.pipeline.apply(result, self.now)
+        return t1 - t0 + time.perf_counter_ns() - t2
+
+
+def measure(rows: int, steps: int, *, aligned: bool) -> tuple[np.ndarray, np.ndarray, int]:
+    """Times of the scheduler and of the probe, ns a step, and how many sequences ended."""
+    rng = np.random.default_rng(1)
+    stub, probe = Stub(rows, rng, aligned=aligned), Probe(rows, rng, aligned=aligned)
+    tokens = rng.integers(10, 1000, rows, np.int32)
+    ours, theirs, ended = [], [], 0
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for turn in range(-(-steps // TURN)):
+        for _ in range(TURN):
+            t0 = time.perf_counter_ns()
+            probe.step(tokens, 2)
+            theirs.append(time.perf_counter_ns() - t0)
+            if probe.length.max() > MAX_LEN - 2:
+                probe = Probe(rows, rng, aligned=aligned)
+        for i in range(TURN):
+            if (turn * TURN + i) % 10 == 0:
+                # One joins, and the oldest of those that run is cut: one finish every 10 steps whatever the lengths.
+                victim = next((s for s in stub.scheduler.batch.sequences if s is not None and s.num_output > 0), None)
+                if victim is not None and stub.scheduler.num_running >= rows:
+                    stub.scheduler.finish_at(victim, victim.num_output, stub.now)
+                    ended += 1
+                stub.submit(PROMPT + int(rng.integers(0, BLOCK)) * (not aligned), 640)
+            ours.append(stub.step())
+    gc.enable()
+    gc.unfreeze()
+    stub.pipeline.check_invariants()
+    return np.array(ours), np.array(theirs), ended
+
+
+def report_steps(report: Report, steps: int) -> None:
+    cases = [(n, False) for n in (1, 64, 256, 512, 1024)] + [(512, True)]
+    for rows, aligned in cases:
+        ours, theirs, ended = measure(rows, steps, aligned=aligned)
+        case = f"{rows} running" + (", aligned" if aligned else "")
+        for name, q in (("p50", 50), ("p99", 99)):
+            a, b = np.percentile(ours, q) / 1e3, np.percentile(theirs, q) / 1e3
+            report.add(case, f"plan_apply_{name}", round(a, 1), "µs")
+            report.add(case, f"probe_{name}", round(b, 1), "µs")
+            report.add(case, f"plan_apply_{name}_ratio", round(a / b, 2), "")
+        report.add(case, "ended", ended, "sequences")
+
+
+def report_admission(report: Report) -> None:
+    """A 2,000-token prompt, nothing of it cached: from submit to its first chunk planned."""
+    rng = np.random.default_rng(2)
+    times = []
+    stub = Stub(64, rng, aligned=False)
+    for _ in range(200):
+        while stub.pending:
+            stub.pipeline.apply(stub.answer(stub.pending.pop(0)), stub.now)
+        victim = next(s for s in stub.scheduler.batch.sequences if s is not None)
+        stub.scheduler.cancel(victim, stub.now)
+        stub.scheduler.take_ended()
+        t0 = time.perf_counter_ns()
+        stub.submit(2000, 16)
+        plan = stub.pipeline.plan(stub.now)
+        times.append(time.perf_counter_ns() - t0)
+        assert plan is not None
+        assert plan.token_ids.size == 1985 or plan.token_ids.size > 1000, plan.token_ids.size
+        stub.pending.append(plan)
+    report.add("admission of 2,000 tokens", "submit_plan_p50", round(float(np.median(times)) / 1e3, 1), "µs")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3000, help="measured steps a case")
+    Report.arguments(parser)
+    args = parser.parse_args()
+    report = Report("scheduler")
+    report_steps(report, args.steps)
+    report_admission(report)
+    report_radix(report)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
