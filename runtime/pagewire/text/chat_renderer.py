@@ -63,7 +63,7 @@ class ChatRenderer:
             InvalidRequest: no messages, a variable of a reserved name, a value that is not plain data, or the template
                 refuses the messages.
             ModelError: the template is broken, fails, or takes more time, memory or output than it may.
-            InternalError: the process was ended by someone else; the next render starts it again.
+            InternalError: someone else ended the process, twice.
         """
         if not messages:
             raise InvalidRequest("must not be empty", field="messages")
@@ -72,9 +72,14 @@ class ChatRenderer:
                 raise InvalidRequest("is set by the server", field=f"template_kwargs.{name}")
         asked = f'{{"messages": {_json(messages, "messages")}, "variables": {_json(variables, "template_kwargs")}}}'
         with self._lock:
-            worker = self._running()
             try:
-                return worker.ask(asked)
+                return self._running().ask(asked)
+            except _WorkerLost as lost:
+                self._worker = None
+                if lost.timed_out:
+                    raise _stopped(lost) from None
+            try:  # someone else ended it, perhaps long ago: that is no fault of this request
+                return self._running().ask(asked)
             except _WorkerLost as lost:
                 self._worker = None
                 raise _stopped(lost) from None
@@ -105,10 +110,11 @@ class _WorkerLost(Exception):  # noqa: N818  (an event inside this file)
     def __init__(self, status: int | None) -> None:
         super().__init__(status)
         self.status = status
+        self.timed_out = status == -signal.SIGPROF
 
 
 def _stopped(lost: _WorkerLost) -> PagewireError:
-    if lost.status == -signal.SIGPROF:
+    if lost.timed_out:
         return ModelError("the chat template takes too long and was stopped", field="messages")
     return InternalError(f"the process that renders chat templates ended with status {lost.status}; try again")
 

@@ -32,18 +32,28 @@ class ByteTable:
         special: ids that text leaves out unless asked for (BOS, EOS, turn markers, …).
         strips_space: the tokenizer begins a text with an extra space (SentencePiece), so decoding takes it away.
         visible: as `pieces`, but empty for special tokens.
+        texts: the piece as text where it is whole characters, else None: most tokens are, and then text is a look-up.
+        visible_texts: the same for `visible`.
     """
 
     pieces: tuple[bytes, ...]
     special: frozenset[int] = frozenset()
     strips_space: bool = False
-    visible: tuple[bytes, ...] = field(init=False, repr=False)
+    visible: tuple[bytes, ...] = field(init=False, repr=False, compare=False)
+    texts: tuple[str | None, ...] = field(init=False, repr=False, compare=False)
+    visible_texts: tuple[str | None, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Derive `visible`."""
+        """Derive the other columns."""
         special = self.special
-        visible = tuple(b"" if i in special else piece for i, piece in enumerate(self.pieces))
-        object.__setattr__(self, "visible", visible)
+        texts = tuple(_whole_text(piece) for piece in self.pieces)
+        derived = {
+            "visible": tuple(b"" if i in special else piece for i, piece in enumerate(self.pieces)),
+            "texts": texts,
+            "visible_texts": tuple("" if i in special else text for i, text in enumerate(texts)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
         """Number of ids. Ids at or beyond it (rows that pad an embedding) decode to nothing."""
@@ -98,6 +108,13 @@ def byte_table(tokenizer: Tokenizer, *, size: int = 0) -> ByteTable:
             pieces[i] = _sentencepiece_bytes(token, steps)
     special = frozenset(i for i, entry in added.items() if entry["special"])
     return ByteTable(tuple(pieces), special, strips_space="Strip" in steps)
+
+
+def _whole_text(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> dict[str, str]:

@@ -18,29 +18,38 @@ class Detokeniser:
         text     … │       │ "€ "  │       │ U+FFFD
     """
 
-    __slots__ = ("_held", "_strip", "_table", "num_tokens")
+    __slots__ = ("_begun", "_held", "_pieces", "_texts")
 
     def __init__(self, table: ByteTable, *, skip_special: bool = True) -> None:
-        self._table = table.visible if skip_special else table.pieces
+        self._pieces = table.visible if skip_special else table.pieces
+        self._texts = table.visible_texts if skip_special else table.texts
         self._held = b""  # bytes of the character that is incomplete
-        self._strip = table.strips_space  # the first byte is still to come, and goes if it is a space
-        self.num_tokens = 0
+        self._begun = not table.strips_space  # if not: the first byte is to come, and goes if it is a space
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens (ids ≥ 0); the text that they complete, which may be empty.
 
-        Ids that the table does not have are rows that pad the model's vocabulary: they count and have no text.
+        Ids that the table does not have are rows that pad the model's vocabulary: they have no text.
         """
-        table = self._table
-        self.num_tokens += len(token_ids)
+        # Nearly every push is one token of whole characters, with none incomplete before it.
+        if len(token_ids) == 1 and not self._held and self._begun:
+            try:
+                text = self._texts[token_ids[0]]
+            except IndexError:
+                return ""
+            if text is not None:
+                return text
+        return self._push_bytes(token_ids)
+
+    def _push_bytes(self, token_ids: Sequence[int]) -> str:
+        pieces = self._pieces
         try:
-            data = b"".join([table[i] for i in token_ids])
+            data = pieces[token_ids[0]] if len(token_ids) == 1 else b"".join([pieces[i] for i in token_ids])
         except IndexError:
-            data = b"".join([table[i] for i in token_ids if i < len(table)])
-        if self._strip and data:
-            self._strip = False
-            if data[0] == 0x20:
-                data = data[1:]
+            data = b"".join([pieces[i] for i in token_ids if i < len(pieces)])
+        if not self._begun and data:
+            self._begun = True
+            data = data.removeprefix(b" ")
         if self._held:
             data = self._held + data
         # Stateful decode: stops before a sequence that more bytes could complete, replaces what none could.
@@ -56,7 +65,7 @@ class Detokeniser:
 
     def mark(self) -> Mark:
         """The state before a push, for `tokens_until`."""
-        return self._held, self._strip
+        return self._held, self._begun
 
     def tokens_until(self, mark: Mark, token_ids: Sequence[int], num_chars: int) -> int:
         """How many of `token_ids`, pushed at `mark`, it takes to complete the first `num_chars` ≥ 1 characters.
@@ -65,8 +74,8 @@ class Detokeniser:
         token of each stream would cost more than the decode itself.
         """
         replay = object.__new__(Detokeniser)
-        replay._table, replay.num_tokens = self._table, 0
-        replay._held, replay._strip = mark
+        replay._pieces, replay._texts = self._pieces, self._texts
+        replay._held, replay._begun = mark
         done = 0
         for count, token in enumerate(token_ids, 1):
             done += len(replay.push((token,)))

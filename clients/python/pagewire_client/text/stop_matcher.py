@@ -46,6 +46,8 @@ class StopMatcher:
             return "", self._match
         automaton = self._automaton
         nodes, state, begins = automaton.nodes, self._state, automaton.begins
+        if state == 0 and begins(text) is None:  # nearly every push; nothing is held then
+            return text, None
         position, length = 0, len(text)
         while position < length:
             if state == 0:

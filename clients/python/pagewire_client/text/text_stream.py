@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from pagewire_client.text.byte_table import ByteTable
 from pagewire_client.text.detokeniser import Detokeniser
 from pagewire_client.text.stop_matcher import StopMatch, StopMatcher
 
 
-class Stop(NamedTuple):
+class Stop(msgspec.Struct, frozen=True, gc=False):
     """Which stop string ended a stream, and how many generated tokens stay: up to the one that completes the string."""
 
     stop: str
     at: int
 
 
-class TextDelta(NamedTuple):
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """Text that may be shown, and the stop string if the stream ends here."""
 
     text: str
@@ -31,7 +32,7 @@ class TextStream:
     complete first, at any flush interval. Memory: three bytes and the longest stop.
     """
 
-    __slots__ = ("_detokeniser", "_include_stop", "_matcher", "_stop")
+    __slots__ = ("_detokeniser", "_include_stop", "_matcher", "_num_tokens", "_stop")
 
     def __init__(
         self, table: ByteTable, stops: tuple[str, ...] = (), *, skip_special: bool = True, include_stop: bool = False
@@ -40,6 +41,7 @@ class TextStream:
         self._matcher = StopMatcher(stops) if stops else None
         self._include_stop = include_stop
         self._stop: Stop | None = None
+        self._num_tokens = 0  # counted where there are stop strings only
 
     @property
     def stop(self) -> Stop | None:
@@ -53,7 +55,8 @@ class TextStream:
             return TextDelta(detokeniser.push(token_ids))
         if self._stop is not None:
             return TextDelta("", self._stop)
-        before = detokeniser.num_tokens
+        before = self._num_tokens
+        self._num_tokens += len(token_ids)
         mark = detokeniser.mark()
         text, match = matcher.push(detokeniser.push(token_ids))
         if match is None:
@@ -70,7 +73,7 @@ class TextStream:
         text, match = self._matcher.push(text)
         if match is None:
             return TextDelta(text + self._matcher.flush())
-        return self._ended(text, match, self._detokeniser.num_tokens)
+        return self._ended(text, match, self._num_tokens)
 
     def _ended(self, text: str, match: StopMatch, at: int) -> TextDelta:
         self._stop = Stop(match.stop, at)
