@@ -23,6 +23,8 @@ PagewireError                    base: `code`, `message`, `field`, `retry_after_
 'invalid_request'
 """
 
+# ruff: noqa: N818  (named by what happened, as they read in a log: `except Overloaded`)
+
 from __future__ import annotations
 
 from typing import ClassVar
@@ -128,8 +130,6 @@ def _tree(cls: type[PagewireError]) -> dict[str, type[PagewireError]]:
 BY_CODE: dict[str, type[PagewireError]] = _tree(PagewireError)
 
 
-def from_code(
-    code: str, message: str, *, field: str | None = None, retry_after_ms: int | None = None
-) -> PagewireError:
+def from_code(code: str, message: str, *, field: str | None = None, retry_after_ms: int | None = None) -> PagewireError:
     """The error that `code` names; an unknown code (a newer peer) becomes the base class."""
     return BY_CODE.get(code, PagewireError)(message, field=field, retry_after_ms=retry_after_ms)

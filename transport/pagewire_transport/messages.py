@@ -24,6 +24,8 @@ from pagewire_transport.params import SamplingParams
 
 PROTOCOL_VERSION = 1
 MAX_STREAM = 2**32 - 1
+MAX_MESSAGES = 16_384
+MAX_TEMPLATE_KWARGS = 64
 
 Stream = Annotated[int, msgspec.Meta(ge=0, le=MAX_STREAM)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -43,15 +45,15 @@ class _FromServer(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True
 # ---- client → server -------------------------------------------------------------------------------------------------
 
 
-class Hello(_FromClient, tag="hello", kw_only=True):
+class Hello(_FromClient, tag="hello", frozen=True, kw_only=True):
     """First message of a connection. Until it is answered by `welcome`, anything else is refused."""
 
-    versions: tuple[int, ...] = (PROTOCOL_VERSION,)
+    versions: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = (PROTOCOL_VERSION,)
     client: Name = ""
     """Free text for logs: name and version of the client."""
 
 
-class Generate(_FromClient, tag="generate", kw_only=True):
+class Generate(_FromClient, tag="generate", frozen=True, kw_only=True):
     """Start a stream. Exactly one of `prompt` (gateway only), `prompt_ids` and `messages` (gateway only)."""
 
     stream: Stream
@@ -59,8 +61,10 @@ class Generate(_FromClient, tag="generate", kw_only=True):
     prompt: str | None = None
     prompt_ids: bytes | None = None
     """uint32 token ids, little-endian. Taken as they are: no BOS is added."""
-    messages: tuple[ChatMessage, ...] | None = None
-    template_kwargs: dict[str, str | int | float | bool | None] = {}  # noqa: RUF012
+    messages: Annotated[tuple[ChatMessage, ...], msgspec.Meta(max_length=MAX_MESSAGES)] | None = None
+    template_kwargs: Annotated[
+        dict[str, str | int | float | bool | None], msgspec.Meta(max_length=MAX_TEMPLATE_KWARGS)
+    ] = {}
     params: SamplingParams = SamplingParams()
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     """Higher runs first."""
@@ -77,13 +81,13 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     content: str
 
 
-class Cancel(_FromClient, tag="cancel", kw_only=True):
+class Cancel(_FromClient, tag="cancel", frozen=True, kw_only=True):
     """End a stream; answered by `finished` (reason `cancelled`) for each live choice and `done`."""
 
     stream: Stream
 
 
-class Finish(_FromClient, tag="finish", kw_only=True):
+class Finish(_FromClient, tag="finish", frozen=True, kw_only=True):
     """Cut a choice at token `at`: the first `at` generated tokens stay and count, the rest is dropped.
 
     Sent by whoever holds the text when it finds a stop string; answered by `finished` (reason `stop`).
@@ -94,24 +98,24 @@ class Finish(_FromClient, tag="finish", kw_only=True):
     at: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
-class Ping(_FromClient, tag="ping", kw_only=True):
+class Ping(_FromClient, tag="ping", frozen=True, kw_only=True):
     """Heartbeat. A connection that sends nothing for the server's `heartbeat_timeout_ms` is taken for lost."""
 
     nonce: int = 0
 
 
-class Goodbye(_FromClient, tag="goodbye", kw_only=True):
+class Goodbye(_FromClient, tag="goodbye", frozen=True, kw_only=True):
     """The client leaves; its streams are cancelled at once."""
 
 
-class GetStats(_FromClient, tag="get_stats", kw_only=True):
+class GetStats(_FromClient, tag="get_stats", frozen=True, kw_only=True):
     """Ask for one `stats` message."""
 
 
 # ---- server → client -------------------------------------------------------------------------------------------------
 
 
-class Welcome(_FromServer, tag="welcome", kw_only=True):
+class Welcome(_FromServer, tag="welcome", frozen=True, kw_only=True):
     """Answer to `hello`: who serves what, under which limits."""
 
     version: int
@@ -128,7 +132,7 @@ class Welcome(_FromServer, tag="welcome", kw_only=True):
     eos_ids: tuple[int, ...] = ()
 
 
-class Accepted(_FromServer, tag="accepted", kw_only=True):
+class Accepted(_FromServer, tag="accepted", frozen=True, kw_only=True):
     """A `generate` passed every check and is queued."""
 
     stream: int
@@ -153,7 +157,7 @@ class LogprobColumns(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     top_logprobs: bytes = b""  # float32
 
 
-class Tokens(_FromServer, tag="tokens", kw_only=True):
+class Tokens(_FromServer, tag="tokens", frozen=True, kw_only=True):
     """What was generated since the last message, for every stream of this connection, in packed columns.
 
     Entry e is a run of `counts[e]` tokens of choice `choices[e]` of stream `streams[e]`, the first of which has index
@@ -170,7 +174,7 @@ class Tokens(_FromServer, tag="tokens", kw_only=True):
     logprobs: LogprobColumns | None = None
 
 
-class PromptLogprobs(_FromServer, tag="prompt_logprobs", kw_only=True):
+class PromptLogprobs(_FromServer, tag="prompt_logprobs", frozen=True, kw_only=True):
     """Log-probabilities of the prompt's tokens 1 … P−1 given what precedes them; sent once, before the first token."""
 
     stream: int
@@ -180,7 +184,7 @@ class PromptLogprobs(_FromServer, tag="prompt_logprobs", kw_only=True):
     top_logprobs: bytes = b""  # float32 × (P − 1) × top
 
 
-class Finished(_FromServer, tag="finished", kw_only=True):
+class Finished(_FromServer, tag="finished", frozen=True, kw_only=True):
     """One choice ended. Every token of it was sent before."""
 
     stream: int
@@ -212,7 +216,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
 
 
-class Done(_FromServer, tag="done", kw_only=True):
+class Done(_FromServer, tag="done", frozen=True, kw_only=True):
     """All choices ended; the stream's number may be used again."""
 
     stream: int
@@ -221,7 +225,7 @@ class Done(_FromServer, tag="done", kw_only=True):
     timings: Timings
 
 
-class Error(_FromServer, tag="error", kw_only=True):
+class Error(_FromServer, tag="error", frozen=True, kw_only=True):
     """A refusal. With `stream`: that stream is over. Without: the message that could not be honoured was dropped."""
 
     code: str
@@ -231,14 +235,14 @@ class Error(_FromServer, tag="error", kw_only=True):
     retry_after_ms: int | None = None
 
 
-class Pong(_FromServer, tag="pong", kw_only=True):
+class Pong(_FromServer, tag="pong", frozen=True, kw_only=True):
     """Answer to `ping`."""
 
     nonce: int = 0
     ready: bool = True
 
 
-class Stats(_FromServer, tag="stats", kw_only=True):
+class Stats(_FromServer, tag="stats", frozen=True, kw_only=True):
     """Counters and gauges by name; see `docs/metrics.md`."""
 
     values: dict[str, float]
