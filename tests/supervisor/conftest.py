@@ -26,7 +26,8 @@ def make_server(monkeypatch, base):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
     def make(behaviour: str = "", **server):
-        config = from_mapping({"model": {"name": behaviour}, "server": {"start_timeout_ms": 10_000, **server}})
+        server = {"start_timeout_ms": 10_000, "bind": f"ipc://{base}/gateway.sock", **server}
+        config = from_mapping({"model": {"name": behaviour, "path": str(base)}, "server": server})
         return Server(config, engine_module="fake_child", gateway_module="fake_child", base=base)
 
     return make

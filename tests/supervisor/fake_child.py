@@ -25,12 +25,11 @@ config = read_config(given.config_fd)
 reporter = Reporter(given.report_fd)
 role = "gateway" if given.engine else "engine"
 behaviour = dict(word.split("=") for word in config.model.name.split()).get(role, "ok")
-folder = os.path.dirname(config.server.bind.removeprefix("ipc://"))
 stopping = threading.Event()
 
 
 def on_sigterm(number, frame):
-    with open(os.path.join(os.path.dirname(folder), "terminated"), "a") as file:
+    with open(os.path.join(config.model.path, "terminated"), "a") as file:
         file.write(role + "\n")
     if behaviour != "deaf":
         stopping.set()

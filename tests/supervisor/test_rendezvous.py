@@ -7,11 +7,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
-from pagewire.errors import ConfigError
-from pagewire.supervisor import rendezvous
 from pagewire.supervisor.rendezvous import ServerFolder, ServerRecord, find_servers
+from pagewire_transport.endpoints import private_folder
 
 
 def _record(url: str, started: float = 0.0) -> ServerRecord:
@@ -35,7 +32,7 @@ def test_many_servers_at_one_instant_do_not_collide(base):
     for _ in range(20):
         with ThreadPoolExecutor(8) as pool:
             folders = list(pool.map(lambda _: ServerFolder.create(base), range(8)))
-        assert len({folder.endpoint("gateway") for folder in folders}) == 8
+        assert len({folder.endpoint("engine") for folder in folders}) == 8
         assert all(folder.path.exists() for folder in folders)
         for folder in folders:
             folder.close()
@@ -56,15 +53,7 @@ def test_a_folder_left_by_kill_9_is_not_found_and_is_swept(base):
     folder.close()
 
 
-def test_a_base_folder_that_others_may_enter_is_refused(base, monkeypatch):
-    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(base))
-    assert rendezvous.base_folder().stat().st_mode & 0o777 == 0o700
-    rendezvous.base_folder().chmod(0o755)
-    with pytest.raises(ConfigError, match="nobody else"):
-        rendezvous.base_folder()
-
-
 def test_endpoints_fit_into_an_ipc_path(base):
-    folder = ServerFolder.create(rendezvous.base_folder())
-    assert len(folder.endpoint("gateway")) < 107
+    folder = ServerFolder.create(private_folder())
+    assert len(folder.endpoint("engine")) < 107
     folder.close()

@@ -1,21 +1,19 @@
 """Packed columns of `tokens` messages, read entry by entry and built from what is pending.
 
-Columns are little-endian on the wire; the views below are those of the machine, which is little-endian wherever this
-runs (x86, ARM). Plain `memoryview` and `array`: for the few dozen entries of a message numpy costs more than it saves.
+Plain `memoryview` and `array`: for the few dozen entries of a message numpy costs more than it saves.
+Log-probabilities are passed on as the bytes that they are.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pagewire.errors import ProtocolError
+from pagewire_transport.columns import pack, unpack
 from pagewire_transport.messages import LogprobColumns, Tokens
-
-assert sys.byteorder == "little", "the wire's columns are little-endian, and so must be the machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +42,11 @@ def runs(message: Tokens) -> Iterator[Run]:
     Raises:
         ProtocolError: the columns do not fit together.
     """
-    streams = memoryview(message.streams).cast("I")
-    starts = memoryview(message.starts).cast("I")
-    ids = memoryview(message.ids).cast("I")
-    counts: Sequence[int] = memoryview(message.counts).cast("H") if message.counts else (1,) * len(streams)
-    choices: Sequence[int] = memoryview(message.choices).cast("H") if message.choices else (0,) * len(streams)
+    streams = unpack("I", message.streams)
+    starts = unpack("I", message.starts)
+    ids = unpack("I", message.ids)
+    counts: Sequence[int] = unpack("H", message.counts) if message.counts else (1,) * len(streams)
+    choices: Sequence[int] = unpack("H", message.choices) if message.choices else (0,) * len(streams)
     if not len(streams) == len(starts) == len(counts) == len(choices) or sum(counts) != len(ids):
         raise ProtocolError("the columns of a tokens message differ in length")
     logprobs = _logprob_runs(message.logprobs, counts) if message.logprobs is not None else {}
@@ -65,7 +63,7 @@ def _logprob_runs(columns: LogprobColumns, counts: Sequence[int]) -> dict[int, L
     )
     found: dict[int, LogprobRun] = {}
     at = at_top = 0
-    for entry, top in zip(memoryview(columns.entries).cast("I"), columns.top, strict=True):
+    for entry, top in zip(unpack("I", columns.entries), columns.top, strict=True):
         end, end_top = at + 4 * counts[entry], at_top + 4 * counts[entry] * top
         found[entry] = LogprobRun(top, chosen[at:end], top_ids[at_top:end_top], top_logprobs[at_top:end_top])
         at, at_top = end, end_top
@@ -111,18 +109,18 @@ class TokensBuilder:
     def build(self) -> Tokens:
         """The message. Columns that hold nothing but their default are left out, as are texts if there are none."""
         logprobs = LogprobColumns(
-            entries=self._entries.tobytes(),
+            entries=pack("I", self._entries),
             top=bytes(self._top),
             chosen=bytes(self._chosen),
             top_ids=bytes(self._top_ids),
             top_logprobs=bytes(self._top_logprobs),
         )
         return Tokens(
-            streams=self._streams.tobytes(),
-            starts=self._starts.tobytes(),
-            ids=self._ids.tobytes(),
-            counts=b"" if all(count == 1 for count in self._counts) else self._counts.tobytes(),
-            choices=self._choices.tobytes() if any(self._choices) else b"",
+            streams=pack("I", self._streams),
+            starts=pack("I", self._starts),
+            ids=pack("I", self._ids),
+            counts=b"" if all(count == 1 for count in self._counts) else pack("H", self._counts),
+            choices=pack("H", self._choices) if any(self._choices) else b"",
             texts=tuple(self._texts) if any(self._texts) else (),
             logprobs=logprobs if self._entries else None,
         )

@@ -1,10 +1,10 @@
 """Where servers of this user and machine are found: one private folder a server, alive exactly as long as its lock.
 
-    <temporary folder>/pagewire-<user id>/      0700, owned by the user
-        <random>/                                one running server
-            lock                                 held (flock) by the server process; the kernel lets go when it dies
-            gateway.sock, engine.sock            the ipc endpoints
-            server.json                          written once the server is ready: url, model, process id
+    <private folder of the user>/    0700, see `pagewire_transport.endpoints`
+        <random>/                    one running server
+            lock                     held (flock) by the supervisor; the kernel lets go when it dies
+            engine.sock              where the gateway meets the engine
+            server.json              written once the server is ready: url, model, process id
 
 The lock and not the process id says whether a server lives: ids are reused, and a kill -9 leaves files behind.
 Dead folders are swept when the next server starts.
@@ -15,17 +15,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from pagewire.errors import ConfigError
-
-_LONGEST_BASE = 60
-"""An ipc path has room for 107 bytes; ours appends about 40."""
+from pagewire_transport.endpoints import private_folder
 
 
 class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,23 +34,6 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970, to prefer the newest."""
 
 
-def base_folder() -> Path:
-    """This user's folder of servers, made if missing.
-
-    Raises:
-        ConfigError: it exists and belongs to somebody else, or others may enter it.
-    """
-    temporary = Path(tempfile.gettempdir())
-    if len(str(temporary)) > _LONGEST_BASE:
-        temporary = Path("/tmp")  # noqa: S108  (the folder below is private and checked)
-    base = temporary / f"pagewire-{os.getuid()}"
-    base.mkdir(mode=0o700, exist_ok=True)
-    status = base.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(f"{base} must be a folder of yours that nobody else may enter (chmod 700, or remove it)")
-    return base
-
-
 @dataclass
 class ServerFolder:
     """The folder of one server, held while this object is open."""
@@ -65,7 +44,7 @@ class ServerFolder:
     @classmethod
     def create(cls, base: Path | None = None) -> ServerFolder:
         """Make and lock a folder, and sweep those of dead servers."""
-        base = base or base_folder()
+        base = base or private_folder()
         _sweep(base)
         path = Path(tempfile.mkdtemp(prefix="", dir=base))
         draft = path / "lock.new"
@@ -95,7 +74,7 @@ class ServerFolder:
 def find_servers(base: Path | None = None) -> list[ServerRecord]:
     """The running servers of this user, newest first."""
     records = []
-    for folder in _folders(base or base_folder()):
+    for folder in _folders(base or private_folder()):
         try:
             record = msgspec.json.decode((folder / "server.json").read_bytes(), type=ServerRecord)
         except (OSError, msgspec.DecodeError):

@@ -44,9 +44,9 @@ class Server:
     """One server. `async with Server(config) as server:` starts it; `server.url` is where clients connect.
 
     Args:
-        config: of the whole server. `server.bind` empty: ipc in a private folder.
+        config: of the whole server. `server.bind` empty: the gateway takes the default ipc endpoint, or a fresh one.
         engine_module, gateway_module: what the children run; tests put theirs here.
-        base: where the private folder is made; by default the user's folder of servers.
+        base: where the private folder is made; by default the user's private folder.
     """
 
     def __init__(
@@ -141,10 +141,8 @@ class Server:
         inner = msgspec.structs.replace(
             self.config, server=msgspec.structs.replace(server, bind=behind, max_streams_per_connection=streams)
         )
-        door = server.bind or folder.endpoint("gateway")
-        outer = msgspec.structs.replace(self.config, server=msgspec.structs.replace(server, bind=door))
         self._engine = await Child.start("engine", self._modules["engine"], inner)
-        self._gateway = await Child.start("gateway", self._modules["gateway"], outer, ("--engine", behind))
+        self._gateway = await Child.start("gateway", self._modules["gateway"], self.config, ("--engine", behind))
         try:
             async with asyncio.timeout(server.start_timeout_ms / 1000):
                 return await self._both_ready()
