@@ -77,11 +77,13 @@ class Admission:
 
     def _checked_prompt(self, prompt_ids: TokenArray | Collection[int]) -> TokenArray:
         try:
-            ids = np.asarray(prompt_ids, dtype=np.int64)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest(f"must be token ids: {error}", field="prompt_ids") from None
+            ids = np.asarray(prompt_ids)
+        except ValueError:  # lists of different lengths
+            raise InvalidRequest("must be one list of token ids", field="prompt_ids") from None
         if ids.ndim != 1 or ids.size == 0:
             raise InvalidRequest("must hold at least one token", field="prompt_ids")
+        if ids.dtype.kind not in "iu":  # fractions, text, None, or integers beyond 64 bits
+            raise InvalidRequest("must hold token ids, that is, integers", field="prompt_ids")
         outside = (ids < 0) | (ids >= self._vocab_size)
         if outside.any():
             at = int(outside.argmax())
@@ -89,7 +91,7 @@ class Admission:
                 f"must be below the vocabulary size, {self._vocab_size}, is {int(ids[at])}",
                 field=f"prompt_ids[{at}]",
             )
-        return ids.astype(np.int32)
+        return ids.astype(np.int32)  # a copy: the caller may reuse its buffer
 
     def _check_params(self, params: SamplingParams) -> None:
         for token_id in params.logit_bias:

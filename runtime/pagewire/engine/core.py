@@ -315,7 +315,7 @@ class EngineCore:
             begun_ns = self.clock.now_ns()
             plan = self.pipeline.plan(begun_ns)
             if plan is None:
-                if self._live:
+                if self._live and self._launches.oldest is None:  # otherwise there is merely nothing more to plan
                     self.decisions.nothing_planned(begun_ns, self._load())
                 break
             self.decisions.planned(plan, begun_ns, self._load())

@@ -83,6 +83,7 @@ class Instruments:
         self.ended[sequence.finish_reason or "error"].add()
         self.preemptions.add(sequence.num_preemptions)
         self.recomputed_tokens.add(sequence.num_recomputed)
-        self.cached_tokens.add(sequence.num_cached)
+        if sequence.choice == 0:  # the others took the prompt from this one: no work was saved by the cache
+            self.cached_tokens.add(sequence.num_cached)
         self.num_ended_tokens += sequence.num_prompt + sequence.num_output
         self.request_time.observe((now_ns - sequence.request.arrival_ns) * _NS)
