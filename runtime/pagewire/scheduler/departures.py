@@ -180,6 +180,9 @@ class Departures:
         if sequence.followers:
             self.num_reserved_rows -= len(sequence.followers)
             self._free_followers(sequence)
+        dropped = draft.drop_copies(blocks)  # a fork that ends before its tail was copied
+        if dropped.size:
+            self._memory.release_plain(dropped)
         leaving = _Leaving(row, sequence, valid, blocks, fork_blocks)
         fence = self._in_flight.fence_of(row)
         if fence is not None:

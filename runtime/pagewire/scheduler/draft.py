@@ -64,6 +64,14 @@ class Draft:
         """Copy a block before the forward pass."""
         self._copies.append((src, dst))
 
+    def drop_copies(self, blocks: Int32Array) -> Int32Array:
+        """Forget copies whose destination is among `blocks`; the ends of those that were forgotten."""
+        if not self._copies:
+            return _EMPTY
+        gone = [copy for copy in self._copies if copy[1] in blocks]
+        self._copies = [copy for copy in self._copies if copy[1] not in blocks]
+        return np.array(gone, np.int32).reshape(-1)
+
     def copies(self) -> list[tuple[int, int]]:
         """The copies so far."""
         return self._copies
