@@ -1,0 +1,414 @@
+"""A door: what engine and gateway share towards their clients. Who is connected, who is alive, who misbehaves.
+
+    stranger ── hello ──▶ connection ── generate, cancel, finish ──▶ handler
+       │                      │  silent, gone, goodbye, hello again, too many offences, reads no replies
+       │ anything else        ▼
+       ▼                   lost: `handler.on_lost`, once, whatever the reason
+    refused; ignored for a while after too many offences
+
+Bounded (F11, F18): connections, offences, remembered strangers, and frames that a peer does not take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from pagewire_transport.codec import MAX_MESSAGE_BYTES, decode_client, encode, stream_to_refuse
+from pagewire_transport.errors import (
+    Cancelled,
+    ConnectionLost,
+    InternalError,
+    Overloaded,
+    PagewireError,
+    ProtocolError,
+    VersionMismatch,
+)
+from pagewire_transport.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Error,
+    Finish,
+    FromServer,
+    Generate,
+    GetStats,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Stats,
+    Welcome,
+)
+from pagewire_transport.sockets import PeerGone, ServerSocket
+
+HELLO_FIRST: Final = "hello"
+"""`field` of the refusal that tells a client that it is not (or no longer) known here."""
+
+_RETRIES_A_ROUND: Final = 32
+_MAX_STRANGERS: Final = 1024
+_IGNORED_FOR_NS: Final = 60 * 10**9
+_RETRY_AFTER_MS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """What peers may do."""
+
+    max_connections: int = 1024
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    heartbeat_ms: int = 1000
+    heartbeat_timeout_ms: int = 10_000
+    max_offences: int = 8
+    """Malformed messages, after which the peer is dropped and ignored for a minute."""
+    max_unsent: int = 10_000
+    """Replies that a connection does not take, after which it is dropped. Tokens are not among them: see the handlers."""
+
+
+class Handler(Protocol):
+    """What stands behind a door. All are plain calls on the loop."""
+
+    def welcome(self) -> Welcome:
+        """The answer to a hello.
+
+        Raises:
+            PagewireError: nobody is let in now.
+        """
+        ...
+
+    def on_message(self, connection: Connection, message: Generate | Cancel | Finish) -> None:
+        """Take a message.
+
+        Raises:
+            PagewireError: it is refused; the door tells the client.
+        """
+        ...
+
+    def has_stream(self, connection: Connection, stream: int) -> bool:
+        """The stream is open, so that a refusal must not seem to end it."""
+        ...
+
+    def on_writable(self, connection: Connection) -> None:
+        """The connection was blocked and no longer is."""
+        ...
+
+    def on_lost(self, connection: Connection, reason: PagewireError) -> None:
+        """The connection is over; nothing can be sent to it. Once for each connection."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """For `get_stats`."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """For `pong`: new streams would be taken."""
+        ...
+
+
+class Connection:
+    """One client that said hello.
+
+    Frames go out in the order of the calls. One that the peer does not take now is kept, and `is_blocked` is true until
+    it is gone; whoever streams through the connection makes nothing new meanwhile.
+    """
+
+    __slots__ = ("_door", "_unsent", "client", "heard_ns", "is_open", "offences", "peer")
+
+    def __init__(self, door: Door, peer: bytes, client: str, heard_ns: int) -> None:
+        self._door = door
+        self._unsent: deque[bytes] = deque()
+        self.peer = peer
+        self.client = client
+        self.heard_ns = heard_ns
+        self.offences = 0
+        self.is_open = True
+
+    @property
+    def is_blocked(self) -> bool:
+        """The peer takes nothing now; `Handler.on_writable` tells when it does. Also true once it is lost."""
+        return bool(self._unsent) or not self.is_open
+
+    @property
+    def num_unsent(self) -> int:
+        """Frames that wait here."""
+        return len(self._unsent)
+
+    def try_send(self, message: FromServer) -> bool:
+        """Send, or do nothing and return False: the peer takes nothing now, or is lost. Never raises."""
+        return not self.is_blocked and self._door.try_send(self, encode(message))
+
+    def send(self, message: FromServer) -> None:
+        """Send; keep it if the peer takes nothing now. Never raises."""
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """As `send`, of an encoded message."""
+        if self._unsent or not self._door.try_send(self, frame):
+            self._door.keep(self, frame, self._unsent)
+
+    def flush(self) -> bool:
+        """Send what is kept; whether it is all gone."""
+        unsent = self._unsent
+        while unsent:
+            if not self._door.try_send(self, unsent[0]):
+                return False
+            unsent.popleft()
+        return True
+
+
+class Door:
+    """Listens, keeps connections, hands messages to the handler. Made on a running loop.
+
+    Args:
+        url: where to listen; `url` is the real address.
+        handler: what stands behind it.
+        limits: see there.
+        on_fault: told of exceptions of our own code: (what was being done, the exception).
+        now_ns: the clock for heartbeats.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        handler: Handler,
+        limits: DoorLimits,
+        on_fault: Callable[[str, Exception], None],
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._handler = handler
+        self._limits = limits
+        self._on_fault = on_fault
+        self._now_ns = now_ns
+        self._loop = asyncio.get_running_loop()
+        self._connections: dict[bytes, Connection] = {}
+        self._blocked: dict[Connection, None] = {}
+        self._offences: dict[bytes, int] = {}
+        self._ignored: dict[bytes, int] = {}
+        self._retry: asyncio.TimerHandle | None = None
+        self._socket = ServerSocket(
+            url, on_frame=self._on_frame, on_change=self._on_change, max_message_bytes=limits.max_message_bytes
+        )
+        self.url = self._socket.url
+        self._tick_ns = max(limits.heartbeat_timeout_ms * 1_000_000 // 4, 5_000_000)
+        self._ticked_ns = now_ns()
+        self._ticker = self._loop.call_later(self._tick_ns * 1e-9, self._tick)
+
+    @property
+    def connections(self) -> list[Connection]:
+        """Those that are open."""
+        return [connection for connection in self._connections.values() if connection.is_open]
+
+    async def close(self) -> None:
+        """Send what was sent, stop listening, free the address. The handler is not told of the connections' end."""
+        self._ticker.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
+        for connection in self._connections.values():
+            connection.flush()
+            connection.is_open = False
+        self._connections.clear()
+        self._blocked.clear()
+        await self._socket.close()
+
+    # ---- to peers ----------------------------------------------------------------------------------------------------
+
+    def try_send(self, connection: Connection, frame: bytes) -> bool:
+        """For `Connection`. A peer that turns out to be gone is lost in the next round, not under the caller's feet."""
+        if not connection.is_open:
+            return False
+        try:
+            return self._socket.try_send(connection.peer, frame)
+        except PeerGone as gone:
+            self._lose_soon(connection, gone)
+            return False
+
+    def keep(self, connection: Connection, frame: bytes, unsent: deque[bytes]) -> None:
+        """For `Connection`."""
+        if not connection.is_open:
+            return
+        if len(unsent) >= self._limits.max_unsent:
+            self._lose_soon(connection, Overloaded(f"the peer left {len(unsent)} replies unread"))
+            return
+        unsent.append(frame)
+        self._blocked[connection] = None
+
+    def _on_change(self) -> None:
+        """Peers may take frames again. A few are tried each round: a thousand stopped ones must not hold up the loop."""
+        if not self._blocked or self._retry is not None:
+            return
+        for _ in range(min(len(self._blocked), _RETRIES_A_ROUND)):
+            connection = next(iter(self._blocked))
+            del self._blocked[connection]
+            if not connection.is_open:
+                continue
+            if connection.flush():
+                self._guarded(connection, "going on with a connection", self._handler.on_writable, connection)
+            else:
+                self._blocked[connection] = None
+        if len(self._blocked) > _RETRIES_A_ROUND:
+            self._retry = self._loop.call_later(0.002, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self._on_change()
+
+    # ---- from peers --------------------------------------------------------------------------------------------------
+
+    def _on_frame(self, peer: bytes, frame: bytes) -> None:
+        connection = self._connections.get(peer)
+        try:
+            if connection is None:
+                self._take_of_stranger(peer, frame)
+            elif connection.is_open:
+                connection.heard_ns = self._now_ns()
+                self._take(connection, frame)
+        except Exception as error:  # noqa: BLE001  (nothing that a peer sends gets out of the loop: F11)
+            self._on_fault("taking a frame", error)
+
+    def _take(self, connection: Connection, frame: bytes) -> None:
+        try:
+            message = decode_client(frame, self._limits.max_message_bytes)
+        except PagewireError as error:
+            stream = stream_to_refuse(frame)
+            self._refuse(connection, error, stream)
+            if isinstance(error, ProtocolError):
+                connection.offences += 1
+                if connection.offences >= self._limits.max_offences:
+                    self._ignore(connection.peer)
+                    self._lose(connection, ProtocolError("too many messages that are none"))
+            return
+        if isinstance(message, Generate | Cancel | Finish):
+            stream = message.stream if isinstance(message, Generate) else None
+            try:
+                self._handler.on_message(connection, message)
+            except PagewireError as error:
+                self._refuse(connection, error, stream)
+            except Exception as error:  # noqa: BLE001  (F7: a fault of ours ends this request, never the process)
+                self._on_fault(f"taking a {type(message).__name__}", error)
+                self._refuse(connection, InternalError(f"{type(error).__name__} while taking the message"), stream)
+        elif isinstance(message, Ping):
+            connection.try_send(Pong(nonce=message.nonce, ready=self._handler.is_ready))
+        elif isinstance(message, GetStats):
+            connection.send(Stats(values=self._handler.stats()))
+        elif isinstance(message, Goodbye):
+            self._lose(connection, Cancelled("the client said goodbye"))
+        else:
+            # Another process under the same identity, or a client that gave its streams up: it starts anew (F12).
+            self._lose(connection, ConnectionLost("the client said hello again"))
+            self._greet(connection.peer, message)
+
+    def _refuse(self, connection: Connection, error: PagewireError, stream: int | None) -> None:
+        if stream is not None and self._handler.has_stream(connection, stream):
+            stream = None
+        connection.send(refusal(error, stream))
+
+    def _take_of_stranger(self, peer: bytes, frame: bytes) -> None:
+        ignored_until = self._ignored.get(peer)
+        if ignored_until is not None:
+            if self._now_ns() < ignored_until:
+                return
+            del self._ignored[peer]
+        try:
+            message = decode_client(frame, self._limits.max_message_bytes)
+            if isinstance(message, Hello):
+                self._greet(peer, message)
+                return
+            raise ProtocolError("this connection is not known here: say hello first", field=HELLO_FIRST)
+        except PagewireError as error:
+            self._answer_stranger(peer, refusal(error, stream_to_refuse(frame)))
+        offences = self._offences.pop(peer, 0) + 1
+        if offences >= self._limits.max_offences:
+            self._ignore(peer)
+        else:
+            _remember(self._offences, peer, offences)
+
+    def _greet(self, peer: bytes, hello: Hello) -> None:
+        try:
+            if PROTOCOL_VERSION not in hello.versions:
+                raise VersionMismatch(f"spoken here: version {PROTOCOL_VERSION}", field="versions")
+            if len(self._connections) >= self._limits.max_connections:
+                raise Overloaded(
+                    f"{self._limits.max_connections} connections are open, no more are allowed",
+                    retry_after_ms=_RETRY_AFTER_MS,
+                )
+            welcome = self._handler.welcome()
+        except PagewireError as error:
+            self._answer_stranger(peer, refusal(error, None))
+            return
+        self._offences.pop(peer, None)
+        connection = Connection(self, peer, hello.client, self._now_ns())
+        self._connections[peer] = connection
+        connection.send(welcome)
+
+    def _answer_stranger(self, peer: bytes, message: FromServer) -> None:
+        try:
+            self._socket.try_send(peer, encode(message))
+        except PeerGone:
+            return
+
+    def _ignore(self, peer: bytes) -> None:
+        _remember(self._ignored, peer, self._now_ns() + _IGNORED_FOR_NS)
+
+    # ---- ends --------------------------------------------------------------------------------------------------------
+
+    def _lose_soon(self, connection: Connection, reason: PagewireError) -> None:
+        connection.is_open = False
+        self._loop.call_soon(self._lose, connection, reason)
+
+    def _lose(self, connection: Connection, reason: PagewireError) -> None:
+        """The one way out of a connection. Idempotent."""
+        if self._connections.get(connection.peer) is not connection:
+            return
+        connection.is_open = False
+        del self._connections[connection.peer]
+        self._blocked.pop(connection, None)
+        self._guarded(connection, "ending a connection", self._handler.on_lost, connection, reason)
+
+    def _tick(self) -> None:
+        """Find the silent. After a tick that comes late (the process was stopped, the machine slept) nobody is judged:
+        what the peers sent meanwhile is still in the socket.
+        """
+        now_ns = self._now_ns()
+        is_late = now_ns - self._ticked_ns > 2 * self._tick_ns
+        self._ticked_ns = now_ns
+        self._ticker = self._loop.call_later(self._tick_ns * 1e-9, self._tick)
+        if is_late:
+            return
+        timeout_ms = self._limits.heartbeat_timeout_ms
+        for connection in list(self._connections.values()):
+            if now_ns - connection.heard_ns > timeout_ms * 1_000_000:
+                self._lose(connection, ConnectionLost(f"the client was silent for {timeout_ms} ms"))
+        for peer in [peer for peer, until in self._ignored.items() if until <= now_ns]:
+            del self._ignored[peer]
+        self._on_change()
+
+    def _guarded(
+        self, connection: Connection, doing: str, call: Callable[..., None], *arguments: Connection | PagewireError
+    ) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # noqa: BLE001  (a fault of one connection's handling is no other's)
+            self._on_fault(f"{doing} ({connection.client})", error)
+
+
+def refusal(error: PagewireError, stream: int | None) -> Error:
+    """The message that tells a client about `error`; with `stream`, that stream is over."""
+    return Error(
+        code=error.code, message=error.message, stream=stream, field=error.field, retry_after_ms=error.retry_after_ms
+    )
+
+
+def _remember(table: dict[bytes, int], peer: bytes, value: int) -> None:
+    """Put it last, and forget the first if there are too many."""
+    table.pop(peer, None)
+    table[peer] = value
+    if len(table) > _MAX_STRANGERS:
+        del table[next(iter(table))]
