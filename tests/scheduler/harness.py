@@ -20,7 +20,14 @@ class Harness:
     """A scheduler with a small block size and a device that checks it. `step()` = plan while possible, then apply one."""
 
     def __init__(
-        self, *, num_blocks: int = 64, max_rows: int = 8, max_len: int = 200, overlap: bool = True, cache: bool = True, **config
+        self,
+        *,
+        num_blocks: int = 64,
+        max_rows: int = 8,
+        max_len: int = 200,
+        overlap: bool = True,
+        cache: bool = True,
+        **config,
     ) -> None:
         config.setdefault("max_step_tokens", 16)
         self.scheduler = Scheduler(
