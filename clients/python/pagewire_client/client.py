@@ -1,0 +1,316 @@
+"""The client: one connection to a server, any number of streams over it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from pagewire_client.columns import runs, token_logprobs
+from pagewire_client.state import StreamState
+from pagewire_client.stream import Stream
+from pagewire_transport.codec import convert
+from pagewire_transport.columns import pack_token_ids
+from pagewire_transport.endpoints import default_endpoint
+from pagewire_transport.errors import (
+    ConnectionLost,
+    InvalidRequest,
+    PagewireError,
+    ProtocolError,
+    UnknownStream,
+    from_code,
+)
+from pagewire_transport.link import Link
+from pagewire_transport.messages import (
+    MAX_STREAM,
+    Accepted,
+    Cancel,
+    ChatMessage,
+    Done,
+    Error,
+    Finish,
+    Finished,
+    FromServer,
+    Generate,
+    GetStats,
+    PromptLogprobs,
+    Stats,
+    Tokens,
+    Welcome,
+)
+from pagewire_transport.params import SamplingParams
+
+_log: Final = logging.getLogger("pagewire_client")
+
+_OVERHEAD_BYTES: Final = 1024
+"""Of a message around its prompt; parameters are counted when it is encoded."""
+
+
+@asynccontextmanager
+async def connect(
+    url: str | None = None, *, timeout_s: float = 10.0, name: str = "pagewire-python"
+) -> AsyncIterator[Client]:
+    """Connect, and say goodbye at the end of the `async with` block.
+
+    Args:
+        url: of a gateway or an engine; None: the default endpoint of this user.
+        timeout_s: how long to wait for the server's welcome.
+        name: free text for the server's logs.
+
+    Raises:
+        ConnectionLost: nobody answers there.
+        ConfigError: the URL is no endpoint.
+        PagewireError: the server lets nobody in now.
+    """
+    client = Client(url if url is not None else default_endpoint(), name=name)
+    try:
+        await client.wait_ready(timeout_s)
+        yield client
+    finally:
+        await client.close()
+
+
+class Client:
+    """Made on a running loop and used there; see `connect`.
+
+    When the connection breaks, every open stream fails with `ConnectionLost`, and a new connection is made: streams
+    started from then on go over that one.
+    """
+
+    def __init__(self, url: str, *, name: str = "pagewire-python") -> None:
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[int, StreamState] = {}
+        self._numbers = itertools.cycle(range(1, MAX_STREAM + 1))
+        self._asked_stats: deque[asyncio.Future[dict[str, float]]] = deque()
+        self._info: Welcome | None = None
+        self._link = Link(url, client=name, on_message=self._on_message, on_lost=self._on_lost)
+
+    @property
+    def url(self) -> str:
+        """Of the server."""
+        return self._link.url
+
+    @property
+    def info(self) -> Welcome:
+        """Who serves what, under which limits; of the latest connection."""
+        info = self._link.welcome or self._info
+        if info is None:
+            raise ConnectionLost(f"no server has answered at {self.url} yet")
+        return info
+
+    @property
+    def num_streams(self) -> int:
+        """Open streams, those included that were cancelled and are waiting for the server's last word."""
+        return len(self._streams)
+
+    async def wait_ready(self, timeout_s: float) -> Welcome:
+        """Wait for the server's welcome.
+
+        Raises:
+            ConnectionLost: it did not come in time.
+            PagewireError: the server refused.
+        """
+        self._info = await self._link.wait_welcome(timeout_s)
+        return self._info
+
+    async def close(self) -> None:
+        """Say goodbye: the server cancels what is open. Idempotent."""
+        self._fail_all(ConnectionLost("the client was closed"))
+        await self._link.close()
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | Iterable[int],
+        *,
+        priority: int = 0,
+        namespace: str = "",
+        echo_text: bool = True,
+        **params: Any,
+    ) -> Stream:
+        """Start a stream; the request is sent at once.
+
+        Args:
+            prompt: text (to a gateway), or token ids, which are taken as they are.
+            priority: higher runs first.
+            namespace: prefix cache entries are shared inside a namespace only.
+            echo_text: text is sent beside token ids.
+            params: fields of `SamplingParams`: max_tokens, temperature, seed, n, stop, logprobs, …
+
+        Raises:
+            InvalidRequest: an unknown or bad argument; `field` names it.
+            ConnectionLost, Overloaded: it cannot be sent.
+        """
+        source = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_ids": pack_token_ids(prompt)}
+        return self._start(source, params, priority=priority, namespace=namespace, echo_text=echo_text)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str] | ChatMessage],
+        *,
+        priority: int = 0,
+        namespace: str = "",
+        echo_text: bool = True,
+        template_kwargs: Mapping[str, str | int | float | bool | None] | None = None,
+        **params: Any,
+    ) -> Stream:
+        """Start a stream that answers a conversation (gateway only).
+
+        Args:
+            messages: turns, each `{"role": …, "content": …}`.
+            priority: see `generate`.
+            namespace: see `generate`.
+            echo_text: see `generate`.
+            template_kwargs: handed to the model's chat template.
+            params: see `generate`.
+
+        Raises:
+            InvalidRequest: see `generate`.
+            ConnectionLost, Overloaded: it cannot be sent.
+        """
+        source = {
+            "messages": [m if isinstance(m, ChatMessage) else dict(m) for m in messages],
+            "template_kwargs": dict(template_kwargs or {}),
+        }
+        return self._start(source, params, priority=priority, namespace=namespace, echo_text=echo_text)
+
+    async def stats(self, timeout_s: float = 5.0) -> dict[str, float]:
+        """Counters and gauges of the server.
+
+        Raises:
+            ConnectionLost: it did not answer in time.
+        """
+        asked: asyncio.Future[dict[str, float]] = self._loop.create_future()
+        self._link.send(GetStats())
+        self._asked_stats.append(asked)
+        try:
+            return await asyncio.wait_for(asked, timeout_s)
+        except TimeoutError:
+            raise ConnectionLost(f"no answer from {self.url} after {timeout_s:g} s") from None
+
+    def _start(self, source: dict[str, Any], params: dict[str, Any], **rest: Any) -> Stream:
+        if isinstance(params.get("stop"), str):
+            params["stop"] = (params["stop"],)
+        checked = convert(params, SamplingParams)
+        number = next(number for number in self._numbers if number not in self._streams)
+        message = convert({"t": "generate", "stream": number, "params": checked, **source, **rest}, Generate)
+        self._check_size(message)
+        state = StreamState(
+            number,
+            checked.n,
+            time.monotonic_ns(),
+            self._send_about,
+            has_logprobs=checked.logprobs is not None,
+        )
+        self._link.send(message)
+        self._streams[number] = state
+        return Stream(state, self._loop)
+
+    def _check_size(self, message: Generate) -> None:
+        """The server would cut the connection over a message beyond its limit, and all its streams with it."""
+        welcome = self._link.welcome
+        limit = welcome.max_message_bytes if welcome is not None else None
+        if limit is None:
+            return
+        for field in ("prompt", "prompt_ids", "messages"):
+            value = getattr(message, field)
+            if value is None:
+                continue
+            size = (
+                sum(len(turn.content.encode()) + len(turn.role.encode()) + 32 for turn in value)
+                if field == "messages"
+                else len(value.encode() if isinstance(value, str) else value)
+            )
+            if size + _OVERHEAD_BYTES > limit:
+                raise InvalidRequest(f"has {size} bytes; the server takes messages of {limit}", field=field)
+
+    def _send_about(self, message: Cancel | Finish) -> None:
+        try:
+            self._link.send(message)
+        except PagewireError as error:  # no connection, no stream
+            state = self._streams.pop(message.stream, None)
+            if state is not None:
+                state.fail(error)
+
+    # ---- from the server ---------------------------------------------------------------------------------------------
+
+    def _on_message(self, message: FromServer) -> None:
+        now_ns = time.monotonic_ns()
+        if isinstance(message, Tokens):
+            self._on_tokens(message, now_ns)
+        elif isinstance(message, Error):
+            self._on_error(message)
+        elif isinstance(message, Stats):
+            if self._asked_stats:
+                asked = self._asked_stats.popleft()
+                if not asked.done():
+                    asked.set_result(message.values)
+        elif isinstance(message, Accepted | PromptLogprobs | Finished | Done):
+            state = self._streams.get(message.stream)
+            if state is not None:
+                try:
+                    self._tell(state, message, now_ns)
+                except ProtocolError as error:
+                    self._distrust(state, error)
+
+    def _tell(self, state: StreamState, message: Accepted | PromptLogprobs | Finished | Done, now_ns: int) -> None:
+        if isinstance(message, Accepted):
+            state.accepted = message
+        elif isinstance(message, PromptLogprobs):
+            num = len(message.chosen) // 4
+            state.prompt_logprobs = list(
+                token_logprobs(message.chosen, message.top_ids, message.top_logprobs, num, message.top)
+            )
+        elif isinstance(message, Finished):
+            state.finish(message)
+        else:
+            state.end(message, now_ns)
+            del self._streams[state.number]
+
+    def _on_tokens(self, message: Tokens, now_ns: int) -> None:
+        try:
+            for run in runs(message):
+                state = self._streams.get(run.stream)
+                if state is not None:
+                    try:
+                        state.add(run, now_ns)
+                    except ProtocolError as error:
+                        self._distrust(state, error)
+        except ProtocolError as error:  # whose tokens these were is not known
+            for state in list(self._streams.values()):
+                self._distrust(state, error)
+
+    def _on_error(self, message: Error) -> None:
+        error = from_code(message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms)
+        if message.stream is not None:
+            state = self._streams.pop(message.stream, None)
+            if state is not None:
+                if error.field is not None and error.field.startswith("params."):
+                    error.field = error.field.removeprefix("params.")  # as the caller wrote it
+                state.fail(error)
+        elif not isinstance(error, UnknownStream):  # a cancel may cross the stream's own end
+            _log.warning("%s: the server refused a message: %s", self.url, error)
+
+    def _distrust(self, state: StreamState, error: ProtocolError) -> None:
+        """Its tokens are not complete: better an error than a wrong text."""
+        state.cancel()
+        self._streams.pop(state.number, None)
+        state.fail(error)
+
+    def _on_lost(self, error: PagewireError) -> None:
+        self._fail_all(error)
+
+    def _fail_all(self, error: PagewireError) -> None:
+        streams, self._streams = self._streams, {}
+        for state in streams.values():
+            state.fail(error)
+        while self._asked_stats:
+            asked = self._asked_stats.popleft()
+            if not asked.done():
+                asked.set_exception(error)

@@ -1,0 +1,221 @@
+"""A link: the client's side of a door. One server, one connection at a time, watched and replaced when it breaks.
+
+    new socket ── hello ──▶ waiting ── welcome ──▶ welcomed ── ping … pong
+        ▲                      │                       │
+        └────── `on_lost` ─────┴───────────────────────┘
+                 disconnected, silent for `heartbeat_timeout_ms`, or not known to the server any more
+
+Each connection has a socket of its own, so that nothing of an old connection reaches the streams of a new one. What is
+sent before `welcome` follows the hello on the same connection: the order is kept, nobody needs to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from pagewire_transport.codec import MAX_REPLY_BYTES, decode_server, encode
+from pagewire_transport.door import HELLO_FIRST
+from pagewire_transport.errors import ConnectionLost, Overloaded, PagewireError, ProtocolError, from_code
+from pagewire_transport.messages import Error, FromClient, FromServer, Goodbye, Hello, Ping, Pong, Welcome
+from pagewire_transport.sockets import ClientSocket
+
+_DEFAULT_HEARTBEAT_MS: Final = 1000
+_DEFAULT_TIMEOUT_MS: Final = 10_000
+"""Until the server says what it wants."""
+
+MAX_UNSENT_BYTES: Final = 64 * 2**20
+"""What waits for a server that takes nothing; beyond that `send` refuses."""
+
+
+class Link:
+    """Made on a running loop; connects by itself and stays connected until `close`.
+
+    Args:
+        url: of the server.
+        client: free text for the server's logs.
+        on_message: takes every message but `welcome` and `pong`; must not raise.
+        on_lost: told why a connection broke: nothing more comes for what was asked over it. A new one is being made.
+        now_ns: the clock for heartbeats.
+
+    Raises:
+        ConfigError: the URL is no endpoint.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        client: str,
+        on_message: Callable[[FromServer], None],
+        on_lost: Callable[[PagewireError], None],
+        max_reply_bytes: int = MAX_REPLY_BYTES,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.url = url
+        self.welcome: Welcome | None = None
+        """What the server said of itself; None while there is no connection."""
+        self._client = client
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._max_reply_bytes = max_reply_bytes
+        self._now_ns = now_ns
+        self._loop = asyncio.get_running_loop()
+        self._refusal: PagewireError | None = None
+        self._unsent: deque[bytes] = deque()
+        self._num_unsent_bytes = 0
+        self._waiters: list[asyncio.Future[Welcome]] = []
+        self._heartbeat_ms = _DEFAULT_HEARTBEAT_MS
+        self._timeout_ms = _DEFAULT_TIMEOUT_MS
+        self._is_open = True
+        self._socket = self._connect()
+        self._ticker = self._loop.call_later(self._heartbeat_ms * 1e-3, self._tick)
+
+    async def wait_welcome(self, timeout_s: float) -> Welcome:
+        """Wait until the server let us in.
+
+        Raises:
+            ConnectionLost: nobody answered in time.
+            PagewireError: the server refused us, as its error says.
+        """
+        if self.welcome is not None:
+            return self.welcome
+        if self._refusal is not None:
+            raise self._refusal
+        waiter: asyncio.Future[Welcome] = self._loop.create_future()
+        self._waiters.append(waiter)
+        try:
+            return await asyncio.wait_for(waiter, timeout_s)
+        except TimeoutError:
+            raise ConnectionLost(f"no server answers at {self.url} after {timeout_s:g} s: is it running?") from None
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def send(self, message: FromClient) -> None:
+        """Send; keep it while the server takes nothing.
+
+        Raises:
+            ConnectionLost: the link is closed.
+            Overloaded: too much is kept already.
+            PagewireError: the server refused to let us in.
+        """
+        if not self._is_open:
+            raise ConnectionLost("the link is closed")
+        if self._refusal is not None:
+            raise self._refusal
+        frame = encode(message)
+        if self._unsent or not self._socket.try_send(frame):
+            if self._num_unsent_bytes + len(frame) > MAX_UNSENT_BYTES:
+                raise Overloaded("the server takes no messages now", retry_after_ms=self._timeout_ms)
+            self._unsent.append(frame)
+            self._num_unsent_bytes += len(frame)
+
+    async def close(self) -> None:
+        """Say goodbye and free the socket. `on_lost` is not called. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._ticker.cancel()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(ConnectionLost("the link was closed"))
+        if self.welcome is not None and not self._unsent:
+            self._socket.try_send(encode(Goodbye()))
+        # Without a welcome there is nobody to wait for.
+        await (self._socket.close() if self.welcome is not None else self._socket.close(0))
+
+    # ---- one connection ----------------------------------------------------------------------------------------------
+
+    def _connect(self) -> ClientSocket:
+        self._heard_ns = self._now_ns()
+        socket = ClientSocket(
+            self.url,
+            on_frame=self._on_frame,
+            on_change=self._on_change,
+            on_disconnect=self._on_disconnect,
+            max_message_bytes=self._max_reply_bytes,
+        )
+        socket.try_send(encode(Hello(client=self._client)))
+        return socket
+
+    def _lost(self, reason: PagewireError) -> None:
+        """Give the connection up and make another."""
+        self._socket.abandon()
+        self._unsent.clear()
+        self._num_unsent_bytes = 0
+        self.welcome = None
+        self._refusal = None
+        self._socket = self._connect()
+        self._on_lost(reason)
+
+    def _on_disconnect(self) -> None:
+        self._lost(ConnectionLost(f"the connection to {self.url} broke"))
+
+    def _on_change(self) -> None:
+        while self._unsent and self._socket.try_send(self._unsent[0]):
+            self._num_unsent_bytes -= len(self._unsent.popleft())
+
+    def _on_frame(self, frame: bytes) -> None:
+        self._heard_ns = self._now_ns()
+        try:
+            message = decode_server(frame, self._max_reply_bytes)
+        except ProtocolError as error:
+            # What it said is unknown: tokens may be among it. No stream of this connection can be trusted any more.
+            self._lost(ConnectionLost(f"the server sent what is no message: {error}"))
+            return
+        if isinstance(message, Pong):
+            return
+        if isinstance(message, Welcome):
+            self._welcomed(message)
+        elif isinstance(message, Error) and (self.welcome is None or message.field == HELLO_FIRST):
+            self._refused(message)
+        else:
+            self._on_message(message)
+
+    def _welcomed(self, message: Welcome) -> None:
+        self.welcome = message
+        self._refusal = None
+        self._heartbeat_ms, self._timeout_ms = message.heartbeat_ms, message.heartbeat_timeout_ms
+        self._ticker.cancel()
+        self._ticker = self._loop.call_later(self._heartbeat_ms * 1e-3, self._tick)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(message)
+
+    def _refused(self, message: Error) -> None:
+        if message.field == HELLO_FIRST and self.welcome is not None:
+            self._lost(ConnectionLost(f"the server at {self.url} was restarted or gave this connection up"))
+            return
+        if message.field == HELLO_FIRST:
+            if message.stream is not None:  # it followed a hello that was refused
+                self._on_message(message)
+            return
+        self._refusal = from_code(
+            message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms
+        )
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(self._refusal)
+
+    def _tick(self) -> None:
+        """Say that we live; find out whether the server does."""
+        self._ticker = self._loop.call_later(self._heartbeat_ms * 1e-3, self._tick)
+        if self._is_silent():
+            self._socket.receive_now()  # this loop may have been held up, and the server's words wait in the socket
+            if self._is_silent():
+                self._lost(ConnectionLost(f"the server at {self.url} was silent for {self._timeout_ms} ms"))
+                return
+        if self.welcome is not None:
+            if not self._unsent:
+                self._socket.try_send(encode(Ping()))
+        elif self._refusal is not None:
+            self._socket.try_send(encode(Hello(client=self._client)))
+
+    def _is_silent(self) -> bool:
+        return self._now_ns() - self._heard_ns > self._timeout_ms * 1_000_000
