@@ -6,10 +6,13 @@ import asyncio
 from array import array
 from collections import defaultdict
 
+from pagewire.config import ServerConfig
+from pagewire.errors import ConnectionLost, PagewireError
 from pagewire.gateway.gateway import Gateway
 from pagewire.gateway.preparation import Preparation
 from pagewire_client.text.byte_table import ByteTable
 from pagewire_client.text.text_stream import TextStream
+from pagewire_transport.door import refusal
 from pagewire_transport.messages import (
     Accepted,
     Done,
@@ -18,6 +21,7 @@ from pagewire_transport.messages import (
     Timings,
     Tokens,
     Usage,
+    Welcome,
 )
 from pagewire_transport.params import SamplingParams
 
@@ -50,13 +54,48 @@ def accepted(stream: int) -> Accepted:
     return Accepted(stream=stream, request_id=f"r{stream}", seed=5, num_prompt_tokens=4, max_tokens=99)
 
 
+WELCOME = Welcome(
+    version=1,
+    role="engine",
+    server="test",
+    model="bytes",
+    vocab_size=256,
+    max_model_len=1000,
+    max_streams=99,
+    max_message_bytes=99,
+    heartbeat_ms=1,
+    heartbeat_timeout_ms=2,
+)
+
+
+class FakeConnection:
+    """Stands for the door's: what was sent, and whether the peer takes anything."""
+
+    def __init__(self):
+        self.client = "test"
+        self.sent: list[object] = []
+        self.kept: list[object] = []
+        self.is_deaf = False
+
+    @property
+    def is_blocked(self) -> bool:
+        return bool(self.kept)
+
+    @property
+    def num_unsent(self) -> int:
+        return len(self.kept)
+
+    def send(self, message):
+        (self.kept if self.kept or self.is_deaf else self.sent).append(message)
+
+
 class Bench:
-    """The gateway under test, what it sent, and what sockets refuse."""
+    """The gateway under test behind a fake door, and what it sent."""
 
     def __init__(self, **options):
         self.engine: list[object] = []
-        self.sent: dict[object, list[object]] = defaultdict(list)
-        self.deaf: set[object] = set()
+        self.connections: dict[object, FakeConnection] = defaultdict(FakeConnection)
+        self.engine_moves = True
         self.make_text = lambda stops: TextStream(BYTES, stops)
         self.preparation = Preparation(
             encode=options.pop("encode", ids_of),
@@ -64,23 +103,45 @@ class Bench:
             **options,
         )
         self.gateway = Gateway(
-            to_client=self._to_client,
+            ServerConfig(max_streams_per_connection=4),
             to_engine=self.engine.append,
+            engine_moves=lambda: self.engine_moves,
             preparer=self.preparation,
             text_stream=lambda stops: self.make_text(stops),  # noqa: PLW0108  (looked up late: tests replace it)
-            max_streams=4,
         )
-        self.gateway.engine_ready()
+        self.gateway.engine_ready(WELCOME)
 
-    def _to_client(self, peer, message) -> bool:
-        if peer in self.deaf:
-            return False
-        self.sent[peer].append(message)
-        return True
+    @property
+    def sent(self):
+        return {peer: connection.sent for peer, connection in self.connections.items()}
 
     def client(self, peer, message):
-        self.gateway.on_client(peer, message)
+        """One message of a client, refused as the door refuses."""
+        connection = self.connections[peer]
+        try:
+            self.gateway.on_message(connection, message)
+        except PagewireError as error:
+            stream = message.stream if isinstance(message, Generate) else None
+            if stream is not None and self.gateway.has_stream(connection, stream):
+                stream = None
+            connection.send(refusal(error, stream))
         self.gateway.check_invariants()
+
+    def lose(self, peer):
+        self.gateway.on_lost(self.connections[peer], ConnectionLost("test"))
+        self.gateway.check_invariants()
+
+    def deafen(self, peer):
+        """The peer takes nothing from now on."""
+        self.connections[peer].is_deaf = True
+
+    def listen(self, peer):
+        """The peer takes everything again."""
+        connection = self.connections[peer]
+        connection.is_deaf = False
+        connection.sent += connection.kept
+        connection.kept.clear()
+        self.gateway.on_writable(connection)
 
     def from_engine(self, *messages):
         for message in messages:
@@ -98,7 +159,7 @@ class Bench:
     def text(self, peer="a", stream=7, choice=0) -> str:
         """All text that the client has, tokens and endings together."""
         out = ""
-        for message in self.sent[peer]:
+        for message in self.connections[peer].sent:
             if isinstance(message, Tokens):
                 for entry, number in enumerate(memoryview(message.streams).cast("I")):
                     choices = memoryview(message.choices).cast("H") if message.choices else None
@@ -109,7 +170,7 @@ class Bench:
         return out
 
     def of(self, kind, peer="a") -> list:
-        return [message for message in self.sent[peer] if isinstance(message, kind)]
+        return [message for message in self.connections[peer].sent if isinstance(message, kind)]
 
     def to_engine(self, kind) -> list:
         return [message for message in self.engine if isinstance(message, kind)]

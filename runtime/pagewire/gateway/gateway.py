@@ -5,7 +5,7 @@
     client ◀── tokens, all my streams ◀── text, stop strings ◀── tokens ◀─── engine
     client ◀── finished, done ◀────────────────────── finished, done ◀────── engine
 
-A stream has its client's number towards the client and one of ours towards the engine. It lives in `Connection.streams`
+A stream has its client's number towards the client and one of ours towards the engine. It lives in `Client.streams`
 until its client was told its end, and in `_upstream` until the engine said its last word; either may come first.
 """
 
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
 import structlog
 
+from pagewire.config import ServerConfig
 from pagewire.errors import (
     Draining,
     EngineFailed,
@@ -27,11 +28,13 @@ from pagewire.errors import (
     Overloaded,
     PagewireError,
     UnknownStream,
+    UnsupportedFeature,
 )
+from pagewire.gateway.client import Client
 from pagewire.gateway.columns import Run, runs
-from pagewire.gateway.connection import Connection, refusal
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire_client.text.text_stream import TextStream
+from pagewire_transport.door import Connection, refusal
 from pagewire_transport.messages import (
     MAX_STREAM,
     Accepted,
@@ -47,6 +50,7 @@ from pagewire_transport.messages import (
     Timings,
     Tokens,
     Usage,
+    Welcome,
 )
 
 _log: Final = structlog.get_logger()
@@ -63,58 +67,60 @@ class Preparer(Protocol):
 
 
 class Gateway:
-    """Carries streams between clients and one engine.
+    """Carries streams between clients and one engine. It is the handler behind the gateway's `Door`.
 
     Args:
-        to_client: hands a message for a peer to the socket; False: it cannot take it now, `flush` is tried again.
+        config: of the door.
         to_engine: hands a message to the engine's link, which keeps it if it cannot be sent now.
+        engine_moves: the engine's heartbeat says that tokens move.
         preparer: tokenises and renders.
-        text_stream: makes the text of one choice, given its stop strings.
-        max_streams: open streams of one connection.
+        text_stream: makes the text of one choice, given its stop strings; None: this model has no text here, only ids.
     """
 
     def __init__(
         self,
+        config: ServerConfig,
         *,
-        to_client: Callable[[Hashable, FromServer], bool],
         to_engine: Callable[[FromClient], None],
+        engine_moves: Callable[[], bool],
         preparer: Preparer,
-        text_stream: Callable[[tuple[str, ...]], TextStream],
-        max_streams: int,
+        text_stream: Callable[[tuple[str, ...]], TextStream] | None,
     ) -> None:
-        self._to_client = to_client
+        self._config = config
         self._to_engine = to_engine
+        self._engine_moves = engine_moves
         self._preparer = preparer
         self._text_stream = text_stream
-        self._max_streams = max_streams
-        self._connections: dict[Hashable, Connection] = {}
-        self._upstream: dict[int, tuple[Connection, GatewayStream]] = {}
+        self._clients: dict[Connection, Client] = {}
+        self._upstream: dict[int, tuple[Client, GatewayStream]] = {}
         self._numbers = itertools.cycle(range(1, MAX_STREAM + 1))
         self._preparing: dict[GatewayStream, asyncio.Task[None]] = {}
-        self._touched: dict[Connection, None] = {}
+        self._touched: dict[Client, None] = {}
         self._refusing: PagewireError | None = EngineFailed("the engine is not connected yet")
+        self._engine: Welcome | None = None
+        self._num_requests = 0
 
     # ---- state --------------------------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
         """New streams are taken."""
-        return self._refusing is None
+        return self._refusing is None and self._engine_moves()
 
     @property
     def num_streams(self) -> int:
-        """Streams whose clients have not been told their end."""
-        return sum(len(connection.streams) for connection in self._connections.values())
+        """Streams whose clients have not been sent their end."""
+        return sum(len(client.streams) for client in self._clients.values())
 
     @property
     def has_news(self) -> bool:
-        """Some client has something waiting that its socket did not take."""
-        return bool(self._touched)
+        """Some client has something waiting that its connection did not take."""
+        return any(client.has_news for client in self._clients.values())
 
     def check_invariants(self) -> None:
         """What must hold between any two events."""
-        for connection in self._connections.values():
-            for number, stream in connection.streams.items():
+        for client in self._clients.values():
+            for number, stream in client.streams.items():
                 assert stream.number == number
                 waits_for_engine = stream.upstream in self._upstream
                 assert waits_for_engine or stream in self._preparing or stream.ending is not None, stream
@@ -122,9 +128,11 @@ class Gateway:
             assert stream.upstream == number
         for stream in self._preparing:
             assert stream.upstream is None
+        assert not self._touched, "somebody forgot to flush"
 
-    def engine_ready(self) -> None:
+    def engine_ready(self, engine: Welcome) -> None:
         """The engine answered; streams are taken from now on."""
+        self._engine = engine
         if not isinstance(self._refusing, Draining):
             self._refusing = None
 
@@ -139,96 +147,143 @@ class Gateway:
         """From now on new streams are refused; the open ones go on."""
         self._refusing = Draining("the server is shutting down", retry_after_ms=RETRY_AFTER_MS)
 
+    def end_draining(self) -> None:
+        """The time to drain is over: streams that are still open end with `draining`."""
+        assert self._refusing is not None, "drain first"
+        self.fail_all(self._refusing)
+
     def fail_all(self, error: PagewireError) -> None:
         """End every open stream with `error`."""
-        for connection in self._connections.values():
-            for stream in list(connection.streams.values()):
-                self._fail(connection, stream, error)
-        self.flush()
+        for client in self._clients.values():
+            for stream in list(client.streams.values()):
+                self._fail(client, stream, error)
+        self._flush()
+
+    # ---- the door's handler -------------------------------------------------------------------------------------------
+
+    def welcome(self) -> Welcome:
+        """The answer to a client's hello: the engine's, under this door's limits."""
+        if self._engine is None or isinstance(self._refusing, Draining):
+            raise self._refusing or EngineFailed("the engine is not connected yet")
+        return msgspec.structs.replace(
+            self._engine,
+            role="gateway",
+            max_streams=self._config.max_streams_per_connection,
+            max_message_bytes=self._config.max_message_bytes,
+            heartbeat_ms=self._config.heartbeat_ms,
+            heartbeat_timeout_ms=self._config.heartbeat_timeout_ms,
+        )
+
+    def on_message(self, connection: Connection, message: Generate | Cancel | Finish) -> None:
+        """Take one message of a client.
+
+        Raises:
+            PagewireError: it is refused; the door says so.
+        """
+        client = self._clients.get(connection)
+        if client is None:
+            client = self._clients[connection] = Client(connection)
+        try:
+            if isinstance(message, Generate):
+                self._generate(client, message)
+            elif isinstance(message, Cancel):
+                self._cancel(client, self._owned(client, message.stream))
+            else:
+                self._finish(self._owned(client, message.stream), message)
+        finally:
+            self._flush()
+
+    def has_stream(self, connection: Connection, stream: int) -> bool:
+        client = self._clients.get(connection)
+        return client is not None and stream in client.streams
+
+    def on_writable(self, connection: Connection) -> None:
+        client = self._clients.get(connection)
+        if client is not None:
+            client.flush()
+
+    def on_lost(self, connection: Connection, reason: PagewireError) -> None:
+        """A client is gone, or said goodbye: its streams are cancelled at once."""
+        client = self._clients.pop(connection, None)
+        if client is None:
+            return
+        if client.streams:
+            _log.info("client_lost", client=connection.client, streams=len(client.streams), reason=str(reason))
+        for stream in client.streams.values():
+            self._leave_engine(stream)
+            stream.ending = refusal(reason, stream.number)  # for the state alone: nobody is there to read it
+        client.streams.clear()
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "gateway_connections": len(self._clients),
+            "gateway_streams": self.num_streams,
+            "gateway_prompts_waiting": len(self._preparing),
+            "gateway_requests_total": self._num_requests,
+        }
 
     # ---- from clients -------------------------------------------------------------------------------------------------
 
-    def on_client(self, peer: Hashable, message: Generate | Cancel | Finish) -> None:
-        """Take one message of a client; every refusal is answered."""
-        connection = self._connections.get(peer)
-        if connection is None:
-            connection = Connection(lambda reply: self._to_client(peer, reply))
-            self._connections[peer] = connection
-        try:
-            if isinstance(message, Generate):
-                self._generate(connection, message)
-            elif isinstance(message, Cancel):
-                self._cancel(connection, self._owned(connection, message.stream))
-            else:
-                self._finish(self._owned(connection, message.stream), message)
-        except PagewireError as error:
-            names_own = isinstance(message, Generate) and message.stream not in connection.streams
-            connection.say(refusal(error, message.stream if names_own else None))
-        self._touched[connection] = None
-        self.flush()
-
-    def client_lost(self, peer: Hashable) -> None:
-        """A client is gone, or said goodbye: its streams are cancelled at once. Idempotent."""
-        connection = self._connections.pop(peer, None)
-        if connection is None:
-            return
-        self._touched.pop(connection, None)
-        for stream in list(connection.streams.values()):
-            self._leave_engine(stream)
-            stream.ending = refusal(PagewireError("the client is gone"), stream.number)  # nobody will read it
-        connection.streams.clear()
-
-    def _owned(self, connection: Connection, number: int) -> GatewayStream:
-        stream = connection.streams.get(number)
+    def _owned(self, client: Client, number: int) -> GatewayStream:
+        stream = client.streams.get(number)
         if stream is None:
             raise UnknownStream(f"{number} is no open stream of this connection", field="stream")
         return stream
 
-    def _generate(self, connection: Connection, message: Generate) -> None:
-        if message.stream in connection.streams:
+    def _generate(self, client: Client, message: Generate) -> None:
+        if message.stream in client.streams:
             raise InvalidRequest(f"{message.stream} is in use on this connection", field="stream")
         if self._refusing is not None:
             raise self._refusing
-        if len(connection.streams) >= self._max_streams:
+        if len(client.streams) >= self._config.max_streams_per_connection:
             raise Overloaded(
-                f"this connection has {self._max_streams} open streams, no more are allowed",
+                f"this connection has {self._config.max_streams_per_connection} open streams, no more are allowed",
                 retry_after_ms=RETRY_AFTER_MS,
             )
         prompt_field = _prompt_field(message)
-        needs_text = message.echo_text or message.params.stop
+        self._num_requests += 1
         stream = GatewayStream(
             number=message.stream,
-            choices=[
-                Choice(self._text_stream(message.params.stop) if needs_text else None) for _ in range(message.params.n)
-            ],
+            choices=[Choice(self._new_text(message)) for _ in range(message.params.n)],
             shows_text=message.echo_text,
             prompt_field=prompt_field,
         )
-        connection.streams[message.stream] = stream
+        client.streams[message.stream] = stream
         if message.prompt_ids is not None:
-            self._start(connection, stream, message, message.prompt_ids)
+            self._start(client, stream, message, message.prompt_ids)
         else:
-            task = asyncio.create_task(self._prepare(connection, stream, message))
+            task = asyncio.create_task(self._prepare(client, stream, message))
             self._preparing[stream] = task
 
-    async def _prepare(self, connection: Connection, stream: GatewayStream, message: Generate) -> None:
+    def _new_text(self, message: Generate) -> TextStream | None:
+        """The text of one choice, or None where nobody wants it."""
+        stops = message.params.stop
+        if self._text_stream is not None:
+            return self._text_stream(stops) if message.echo_text or stops else None
+        if stops:
+            raise UnsupportedFeature(
+                "this model has no tokenizer here, so stop strings cannot be found", field="params.stop"
+            )
+        return None
+
+    async def _prepare(self, client: Client, stream: GatewayStream, message: Generate) -> None:
         try:
             prompt_ids = await self._preparer.prompt_ids(message)
         except PagewireError as error:
             self._preparing.pop(stream, None)
-            self._fail(connection, stream, error)
+            self._fail(client, stream, error)
         except Exception as error:  # noqa: BLE001  (F7: a fault of ours ends this request, never the process)
             self._preparing.pop(stream, None)
-            self._fault(connection, stream, error, "preparing the prompt")
+            self._fault(client, stream, error, "preparing the prompt")
         else:
             if self._preparing.pop(stream, None) is not None:
-                self._start(connection, stream, message, prompt_ids)
-        self.flush()
+                self._start(client, stream, message, prompt_ids)
+        self._flush()
 
-    def _start(self, connection: Connection, stream: GatewayStream, message: Generate, prompt_ids: bytes) -> None:
+    def _start(self, client: Client, stream: GatewayStream, message: Generate, prompt_ids: bytes) -> None:
         number = next(number for number in self._numbers if number not in self._upstream)
         stream.upstream = number
-        self._upstream[number] = (connection, stream)
+        self._upstream[number] = (client, stream)
         self._to_engine(
             Generate(
                 stream=number,
@@ -239,7 +294,7 @@ class Gateway:
             )
         )
 
-    def _cancel(self, connection: Connection, stream: GatewayStream) -> None:
+    def _cancel(self, client: Client, stream: GatewayStream) -> None:
         if stream.ending is not None:
             return
         if stream.upstream is not None:
@@ -250,7 +305,7 @@ class Gateway:
             choice.finished = Finished(stream=stream.number, choice=index, reason="cancelled", num_tokens=0)
         nothing = Timings(queue_ns=0, first_token_ns=0, total_ns=0)
         stream.ending = Done(stream=stream.number, seed=0, usage=Usage(prompt=0, completion=0), timings=nothing)
-        self._mark(connection, stream)
+        self._mark(client, stream)
 
     def _finish(self, stream: GatewayStream, message: Finish) -> None:
         """The client found a stop by itself; the engine answers with `finished`."""
@@ -278,64 +333,61 @@ class Gateway:
                 self._tell(*known, message)
         elif isinstance(message, Error):
             self._engine_refused(message)
-        self.flush()
+        self._flush()
 
-    def _take(self, connection: Connection, stream: GatewayStream, run: Run) -> None:
+    def _take(self, client: Client, stream: GatewayStream, run: Run) -> None:
         """Tokens of one choice: text is made of them, and a stop string ends it."""
         try:
-            choice = stream.choices[run.choice]
-            if choice.finished is not None:
-                return
-            if run.start != choice.received:
-                raise InternalError(f"tokens from {run.start} follow {choice.received} tokens")  # noqa: TRY301
-            found_stop = _grow(stream, run, choice)
+            found_stop = stream.take(run)
         except Exception as error:  # noqa: BLE001  (F7)
-            self._fault(connection, stream, error, "making text of tokens")
+            self._fault(client, stream, error, "making text of tokens")
             return
         if found_stop:
-            self._to_engine(Finish(stream=run.stream, choice=run.choice, at=choice.received))
-        self._mark(connection, stream)
+            self._to_engine(Finish(stream=run.stream, choice=run.choice, at=stream.choices[run.choice].received))
+        self._mark(client, stream)
 
     def _tell(
-        self, connection: Connection, stream: GatewayStream, message: Accepted | PromptLogprobs | Finished | Done
+        self, client: Client, stream: GatewayStream, message: Accepted | PromptLogprobs | Finished | Done
     ) -> None:
         if isinstance(message, Accepted | PromptLogprobs):
             stream.opening.append(msgspec.structs.replace(message, stream=stream.number))
         elif isinstance(message, Finished):
             try:
-                _end(stream, message)
+                stream.end(message)
             except Exception as error:  # noqa: BLE001  (F7)
-                self._fault(connection, stream, error, "ending a text")
+                self._fault(client, stream, error, "ending a text")
                 return
         else:
             usage = msgspec.structs.replace(message.usage, completion=stream.num_completion_tokens)
             stream.ending = msgspec.structs.replace(message, stream=stream.number, usage=usage)
-        self._mark(connection, stream)
+        self._mark(client, stream)
 
     def _engine_refused(self, message: Error) -> None:
         known = self._upstream.pop(message.stream, None) if message.stream is not None else None
         if known is None:
+            if message.code == "unknown_stream":
+                return  # a `cancel` or `finish` crossed the stream's end on the way
             _log.warning("engine_error", code=message.code, message=message.message, field=message.field)
             return
-        connection, stream = known
+        client, stream = known
         if stream.ending is None:
             field = stream.prompt_field if message.field == "prompt_ids" else message.field
             stream.ending = msgspec.structs.replace(message, stream=stream.number, field=field)
-            self._mark(connection, stream)
+            self._mark(client, stream)
 
     # ---- ends ---------------------------------------------------------------------------------------------------------
 
-    def _fail(self, connection: Connection, stream: GatewayStream, error: Exception) -> None:
+    def _fail(self, client: Client, stream: GatewayStream, error: PagewireError) -> None:
         """The one way out of a stream that ends with an error: the engine drops it, its client is told."""
         if stream.ending is None:
             self._leave_engine(stream)
             stream.ending = refusal(error, stream.number)
-            self._mark(connection, stream)
+            self._mark(client, stream)
 
-    def _fault(self, connection: Connection, stream: GatewayStream, error: Exception, doing: str) -> None:
+    def _fault(self, client: Client, stream: GatewayStream, error: Exception, doing: str) -> None:
         """An exception of our own code: it ends this stream and no other (F7)."""
         _log.error("stream_failed", doing=doing, exc_info=error)
-        self._fail(connection, stream, InternalError(f"{type(error).__name__} while {doing}"))
+        self._fail(client, stream, InternalError(f"{type(error).__name__} while {doing}"))
 
     def _leave_engine(self, stream: GatewayStream) -> None:
         """Nothing more is wanted of the engine for this stream; in every state, also twice."""
@@ -345,15 +397,15 @@ class Gateway:
         if stream.upstream in self._upstream and stream.ending is None:
             self._to_engine(Cancel(stream=stream.upstream))
 
-    def _mark(self, connection: Connection, stream: GatewayStream) -> None:
-        connection.mark(stream)
-        self._touched[connection] = None
+    def _mark(self, client: Client, stream: GatewayStream) -> None:
+        client.mark(stream)
+        self._touched[client] = None
 
-    def flush(self) -> None:
-        """Send what waits to every client that can take it; the others stay for the next time."""
-        for connection in list(self._touched):
-            if connection.flush():
-                self._touched.pop(connection, None)
+    def _flush(self) -> None:
+        """Send what is new to every client that can take it; the others are told when their connections are free."""
+        touched, self._touched = self._touched, {}
+        for client in touched:
+            client.flush()
 
 
 def _prompt_field(message: Generate) -> str:
@@ -367,43 +419,3 @@ def _prompt_field(message: Generate) -> str:
     if not getattr(message, given[0]):
         raise InvalidRequest("must not be empty", field=given[0])
     return given[0]
-
-
-def _grow(stream: GatewayStream, run: Run, choice: Choice) -> bool:
-    """Add a run to its choice; True: it completes a stop string, and the choice is finished at that token."""
-    ids, text = run.ids, ""
-    if choice.text is not None:
-        delta = choice.text.push(ids)
-        text = delta.text
-        if delta.stop is not None:
-            count = delta.stop.at - choice.received
-            ids = ids[:count]  # log-probabilities of the tokens behind are never sent: runs are as long as their ids
-            choice.finished = Finished(
-                stream=stream.number,
-                choice=run.choice,
-                reason="stop",
-                num_tokens=choice.received + count,
-                stop=delta.stop.stop,
-            )
-    choice.received += len(ids)
-    choice.pending.add(ids, text, run.logprobs)
-    return choice.finished is not None
-
-
-def _end(stream: GatewayStream, message: Finished) -> None:
-    """The engine ended a choice: what the text held back goes out with it."""
-    choice = stream.choices[message.choice]
-    if choice.finished is not None:
-        return  # a stop string ended it first
-    choice.received = message.num_tokens
-    choice.finished = msgspec.structs.replace(message, stream=stream.number)
-    if choice.text is None:
-        return
-    rest = choice.text.flush()
-    if rest.stop is not None:  # the replacement of an incomplete character completes a stop string
-        choice.received = rest.stop.at
-        choice.finished = msgspec.structs.replace(
-            choice.finished, reason="stop", stop=rest.stop.stop, num_tokens=rest.stop.at
-        )
-    if stream.shows_text and rest.text:
-        choice.finished = msgspec.structs.replace(choice.finished, text=rest.text)

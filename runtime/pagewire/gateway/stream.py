@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from pagewire.gateway.columns import LogprobRun
+import msgspec
+
+from pagewire.errors import InternalError
+from pagewire.gateway.columns import LogprobRun, Run
 from pagewire_client.text.text_stream import TextStream
 from pagewire_transport.messages import Accepted, Done, Error, Finished, PromptLogprobs
 
@@ -121,3 +124,46 @@ class GatewayStream:
     def num_completion_tokens(self) -> int:
         """Tokens that reached the client or are pending, over all choices: what usage counts."""
         return sum(choice.received for choice in self.choices)
+
+    def take(self, run: Run) -> bool:
+        """Add tokens to their choice. True: they complete a stop string, and the choice is finished at that token.
+
+        Raises:
+            InternalError: tokens are missing or come twice.
+        """
+        choice = self.choices[run.choice]
+        if choice.finished is not None:
+            return False  # generated before the engine knew of the stop string
+        if run.start != choice.received:
+            raise InternalError(f"tokens from {run.start} follow {choice.received} tokens")
+        ids, text = run.ids, ""
+        if choice.text is not None:
+            delta = choice.text.push(ids)
+            text, stop = delta.text, delta.stop
+            if stop is not None:
+                ids = ids[: stop.at - choice.received]  # log-probabilities of the others are never sent either
+                choice.finished = Finished(
+                    stream=self.number, choice=run.choice, reason="stop", num_tokens=stop.at, stop=stop.stop
+                )
+        choice.received += len(ids)
+        choice.pending.add(ids, text, run.logprobs)
+        return choice.finished is not None
+
+    def end(self, message: Finished) -> None:
+        """The engine ended a choice: what its text held back goes out with the end."""
+        choice = self.choices[message.choice]
+        if choice.finished is not None:
+            return  # a stop string ended it first
+        choice.received = message.num_tokens
+        choice.finished = msgspec.structs.replace(message, stream=self.number)
+        if choice.text is None:
+            return
+        rest = choice.text.flush()
+        text, stop = rest.text, rest.stop
+        if stop is not None:  # the replacement of an incomplete character completes a stop string
+            choice.received = stop.at
+            choice.finished = msgspec.structs.replace(
+                choice.finished, reason="stop", stop=stop.stop, num_tokens=stop.at
+            )
+        if self.shows_text and text:
+            choice.finished = msgspec.structs.replace(choice.finished, text=text)

@@ -1,0 +1,155 @@
+"""What the gateway process does: load the text side of the model, greet the engine, open the door, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import structlog
+import uvloop
+
+from pagewire.child import Report, Reporter
+from pagewire.config import Config, ServerConfig
+from pagewire.errors import ConfigError, ConnectionLost, EngineFailed, ModelError, UnsupportedFeature
+from pagewire.gateway.engine_link import EngineLink
+from pagewire.gateway.gateway import Gateway
+from pagewire.gateway.preparation import Preparation
+from pagewire.text.text_model import TextModel
+from pagewire.text.tokenizer import load_text_model
+from pagewire_client.text.text_stream import TextStream
+from pagewire_transport.door import Door, DoorLimits
+from pagewire_transport.endpoints import default_endpoint
+from pagewire_transport.messages import ChatMessage
+
+_log: Final = structlog.get_logger()
+
+_POLL_S: Final = 0.01
+_LAST_WORDS_S: Final = 1.0
+"""After the drain deadline: time for the last errors to reach clients that read slowly."""
+_FRESH_IPC: Final = "ipc://*"
+
+
+def run(config: Config, engine_url: str, reporter: Reporter) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code.
+
+    Raises:
+        ModelError, ConfigError: the model's text or the address cannot be served.
+    """
+    reporter.loading("tokenizer")
+    text = _load_text(config)
+    try:
+        return uvloop.run(_serve(config, engine_url, text, reporter))
+    finally:
+        if text is not None and text.chat_renderer is not None:
+            text.chat_renderer.close()
+
+
+def _load_text(config: Config) -> TextModel | None:
+    """The text side of the model; None for random weights without a tokenizer, which are served by token ids."""
+    try:
+        text = load_text_model(config.model.path)
+    except ModelError:
+        if config.model.load_format == "dummy":
+            return None
+        raise
+    if text.chat_renderer is not None:
+        try:
+            text.chat_renderer.start()
+        except ModelError as error:
+            # Prompts can be served; a chat gets this error as its answer (F45).
+            _log.warning("chat_template_broken", error=str(error))
+    return text
+
+
+async def _serve(config: Config, engine_url: str, text: TextModel | None, reporter: Reporter) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    def engine_lost(error: ConnectionLost) -> None:
+        _log.error("engine_lost", reason=error.message)
+        gateway.engine_lost(EngineFailed(error.message))
+
+    link = EngineLink(engine_url, on_message=lambda message: gateway.on_engine(message), on_lost=engine_lost)  # noqa: PLW0108  (named below)
+    preparation = _preparation(text)
+    gateway = Gateway(
+        config.server,
+        to_engine=link.send,
+        engine_moves=lambda: link.is_ready,
+        preparer=preparation,
+        text_stream=None if text is None else lambda stops: TextStream(text.byte_table, stops),
+    )
+    reporter.loading("engine")
+    connecting = asyncio.create_task(link.connect("pagewire gateway"), name="connect")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not connecting.done():
+            return 0
+        engine = await connecting
+        gateway.engine_ready(engine)
+        door = _open_door(config.server, gateway)
+        _log.info("gateway_ready", endpoint=door.url, model=engine.model)
+        reporter.send(Report(event="ready", endpoint=door.url, model=engine.model))
+        await stopping
+        await _drain(gateway, config.server.drain_timeout_ms / 1000)
+        await door.close()
+        return 0
+    finally:
+        for task in (connecting, stopping):
+            task.cancel()
+        await asyncio.gather(connecting, stopping, return_exceptions=True)
+        preparation.close()
+        await link.close()
+
+
+def _preparation(text: TextModel | None) -> Preparation:
+    if text is None:
+
+        def no_text(*_: object) -> list[int]:
+            raise UnsupportedFeature("this model has no tokenizer here; send token ids", field="prompt_ids")
+
+        return Preparation(encode=no_text, encode_chat=no_text)
+
+    def encode_chat(messages: Sequence[ChatMessage], variables: Mapping[str, Any]) -> list[int]:
+        return text.encode_chat([msgspec.structs.asdict(message) for message in messages], template_kwargs=variables)
+
+    return Preparation(encode=text.encode, encode_chat=encode_chat)
+
+
+def _open_door(config: ServerConfig, gateway: Gateway) -> Door:
+    """Listen where the configuration says; by default where clients look first, or at a fresh address if that is taken."""
+    limits = DoorLimits(
+        max_connections=config.max_connections,
+        max_message_bytes=config.max_message_bytes,
+        heartbeat_ms=config.heartbeat_ms,
+        heartbeat_timeout_ms=config.heartbeat_timeout_ms,
+    )
+
+    def on_fault(doing: str, error: Exception) -> None:
+        _log.error("door_fault", doing=doing, exc_info=error)
+
+    if config.bind:
+        return Door(config.bind, handler=gateway, limits=limits, on_fault=on_fault)
+    try:
+        return Door(default_endpoint(), handler=gateway, limits=limits, on_fault=on_fault)
+    except ConfigError:
+        return Door(_FRESH_IPC, handler=gateway, limits=limits, on_fault=on_fault)
+
+
+async def _drain(gateway: Gateway, seconds: float) -> None:
+    """Let open streams end for at most `seconds`, tell the others, and wait until it is said."""
+    gateway.drain()
+    _log.info("gateway_draining", streams=gateway.num_streams)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    # Polled, at shutdown only: an event would be set at the end of every stream of the server's life.
+    while gateway.num_streams and loop.time() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
+    if gateway.num_streams:
+        gateway.end_draining()
+    while gateway.has_news and loop.time() < deadline + _LAST_WORDS_S:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
