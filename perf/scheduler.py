@@ -3,7 +3,8 @@
 A stub worker answers one step late, as with overlap. Sequences are staggered in length (and once aligned, so that all
 cross a block boundary in the same step), one joins and one finishes every 10 steps, and what they computed is published
 in the radix tree. The probe does what cannot be left out: append, stop and length checks, growth of block tables.
-Steps of the two alternate in short runs, so that both see the same machine. Beside the times stand `anchors.md`'s host
+Steps of the two alternate, so that both find the same machine and the same cold caches, as
+in an engine whose loop does other things between two steps. Beside the times stand `anchors.md`'s host
 table as targets; absolute times differ from machine to machine, the ratio does not.
 
     python perf/scheduler.py [--steps 3000] [--json]
@@ -29,7 +30,6 @@ from pagewire_transport.params import SamplingParams
 BLOCK = 16
 PROMPT = 64
 MAX_LEN = 8192
-TURN = 50  # steps before the other one has its turn
 
 
 class Probe:
@@ -37,7 +37,9 @@ class Probe:
 
     def __init__(self, rows: int, rng: np.random.Generator, *, aligned: bool) -> None:
         self.rows = np.arange(rows, dtype=np.int32)
-        self.length = np.full(rows, PROMPT, np.int32) if aligned else rng.integers(PROMPT, PROMPT + BLOCK, rows, np.int32)
+        self.length = (
+            np.full(rows, PROMPT, np.int32) if aligned else rng.integers(PROMPT, PROMPT + BLOCK, rows, np.int32)
+        )
         self.limit = np.full(rows, MAX_LEN, np.int32)
         self.ledger = np.zeros((rows, MAX_LEN + 1), np.int32)
         self.table = np.zeros((rows, MAX_LEN // BLOCK + 1), np.int32)
@@ -64,6 +66,8 @@ class Stub:
 
     def __init__(self, rows: int, rng: np.random.Generator, *, aligned: bool) -> None:
         self.rng = rng
+        self.rows = rows
+        self.num_ended = 0
         self.tokens = rng.integers(10, 1000, 4096, np.int32)
         self.now = 0
         self.serial = 0
@@ -79,13 +83,19 @@ class Stub:
             self.submit(PROMPT if aligned else PROMPT + int(rng.integers(0, BLOCK)), 10 * (i + 1) + 30)
         while self.scheduler.num_waiting or self.scheduler.departures.prefilling:
             self.step()
-        self.lifetime = 10 * rows
 
     def submit(self, prompt: int, max_tokens: int) -> None:
         self.serial += 1
         ids = self.rng.integers(10, 1000, prompt, np.int32)
         params = SamplingParams(max_tokens=min(max_tokens, 640), seed=self.serial)
         self.scheduler.submit(Request(str(self.serial), ids, params, self.now), self.now)
+
+    def churn(self, *, aligned: bool) -> None:
+        """One joins; one finishes, unless one reached its length in the last ten steps by itself."""
+        if self.scheduler.num_running + self.scheduler.num_waiting >= self.rows:
+            oldest = min((s for s in self.scheduler.batch.sequences if s is not None), key=lambda s: s.order)
+            self.scheduler.finish_at(oldest, oldest.num_output, self.now)
+        self.submit(PROMPT + (0 if aligned else int(self.rng.integers(0, BLOCK))), 640)
 
     def answer(self, plan: StepPlan) -> StepResult:
         n = plan.sample_rows.size
@@ -103,8 +113,10 @@ class Stub:
             return t1 - t0
         result = self.answer(self.pending.pop(0))
         t2 = time.perf_counter_ns()
-        self.pipeline.apply(result, self.now)
-        return t1 - t0 + time.perf_counter_ns() - t2
+        outcome = self.pipeline.apply(result, self.now)
+        t3 = time.perf_counter_ns()
+        self.num_ended += len(outcome.ended)
+        return t1 - t0 + t3 - t2
 
 
 def measure(rows: int, steps: int, *, aligned: bool) -> tuple[np.ndarray, np.ndarray, int]:
@@ -112,30 +124,24 @@ def measure(rows: int, steps: int, *, aligned: bool) -> tuple[np.ndarray, np.nda
     rng = np.random.default_rng(1)
     stub, probe = Stub(rows, rng, aligned=aligned), Probe(rows, rng, aligned=aligned)
     tokens = rng.integers(10, 1000, rows, np.int32)
-    ours, theirs, ended = [], [], 0
+    ours, theirs = [], []
+    stub.num_ended = 0
     gc.collect()
     gc.freeze()
     gc.disable()
-    for turn in range(-(-steps // TURN)):
-        for _ in range(TURN):
-            t0 = time.perf_counter_ns()
-            probe.step(tokens, 2)
-            theirs.append(time.perf_counter_ns() - t0)
-            if probe.length.max() > MAX_LEN - 2:
-                probe = Probe(rows, rng, aligned=aligned)
-        for i in range(TURN):
-            if (turn * TURN + i) % 10 == 0:
-                # One joins, and the oldest of those that run is cut: one finish every 10 steps whatever the lengths.
-                victim = next((s for s in stub.scheduler.batch.sequences if s is not None and s.num_output > 0), None)
-                if victim is not None and stub.scheduler.num_running >= rows:
-                    stub.scheduler.finish_at(victim, victim.num_output, stub.now)
-                    ended += 1
-                stub.submit(PROMPT + int(rng.integers(0, BLOCK)) * (not aligned), 640)
-            ours.append(stub.step())
+    for i in range(steps):
+        t0 = time.perf_counter_ns()
+        probe.step(tokens, 2)
+        theirs.append(time.perf_counter_ns() - t0)
+        if probe.length[0] > MAX_LEN - BLOCK - 2:
+            probe = Probe(rows, rng, aligned=aligned)
+        if i % 10 == 0:
+            stub.churn(aligned=aligned)
+        ours.append(stub.step())
     gc.enable()
     gc.unfreeze()
     stub.pipeline.check_invariants()
-    return np.array(ours), np.array(theirs), ended
+    return np.array(ours), np.array(theirs), stub.num_ended
 
 
 def report_steps(report: Report, steps: int) -> None:

@@ -198,7 +198,7 @@ class TestPrefix:
         harness = Harness()
         harness.submit([20, 21, 22, 23, 24, 25, 26, 27], max_tokens=1)
         harness.run()
-        prompt = [20, 21, 22, 23, 24, 25, 26, 27][: BLOCK + offset] + [40]
+        prompt = [*range(20, 20 + BLOCK + offset), 40]
         second = harness.submit(prompt, max_tokens=6)[0]
         harness.run()
         assert result(harness, second) == expected(prompt, 0, 6)

@@ -187,7 +187,7 @@ class Scheduler:
             batch.num_scheduled[rows] = starts + 1
             # This step brings token number starts + 2 of the sequence: who then has all it may have, needs no other.
             complete = starts + 2 >= batch.limit.take(rows)
-            if complete.any():
+            if np.count_nonzero(complete):  # a third of the price of any()
                 batch.decodes[rows[complete]] = False
         plan, named, sampled = self._draft.finish(step, rows, starts, batch.epoch)
         self._draft, self._next_draft = self._next_draft, Draft()
@@ -400,13 +400,13 @@ class Scheduler:
         """End who stopped, reached its limit, or had no good logits."""
         batch = self.batch
         ends = batch.num_known.take(rows) >= batch.limit.take(rows)
-        flagged = bool(result.flags.any())
+        flagged = np.count_nonzero(result.flags) > 0
         if flagged:
             stopped = (result.flags[samples] & SampleFlag.STOPPED) != 0
             for i in np.flatnonzero(stopped):
                 self._end(self._sequence_in(rows[i]), "stop", now_ns, stop=int(token_ids[i]))
             ends &= ~stopped
-        if ends.any():
+        if np.count_nonzero(ends):
             for row in rows[ends]:
                 self._end(self._sequence_in(row), "length", now_ns)
         if flagged:
