@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import pytest
 from tests.gateway.bench import Bench
 
@@ -24,3 +28,11 @@ def make_bench():
     yield make
     for bench in made:
         bench.preparation.close()
+
+
+@pytest.fixture
+def short_folder():
+    """For ipc endpoints, which have room for 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="pw-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

@@ -58,6 +58,8 @@ class Link:
         self.url = url
         self.welcome: Welcome | None = None
         """What the server said of itself; None while there is no connection."""
+        self.is_server_ready = False
+        """What the server's last `pong` said, true from its welcome on; False while there is no connection."""
         self._client = client
         self._on_message = on_message
         self._on_lost = on_lost
@@ -148,6 +150,7 @@ class Link:
         self._unsent.clear()
         self._num_unsent_bytes = 0
         self.welcome = None
+        self.is_server_ready = False
         self._refusal = None
         self._socket = self._connect()
         self._on_lost(reason)
@@ -168,6 +171,7 @@ class Link:
             self._lost(ConnectionLost(f"the server sent what is no message: {error}"))
             return
         if isinstance(message, Pong):
+            self.is_server_ready = message.ready
             return
         if isinstance(message, Welcome):
             self._welcomed(message)
@@ -178,6 +182,7 @@ class Link:
 
     def _welcomed(self, message: Welcome) -> None:
         self.welcome = message
+        self.is_server_ready = True
         self._refusal = None
         self._heartbeat_ms, self._timeout_ms = message.heartbeat_ms, message.heartbeat_timeout_ms
         self._ticker.cancel()

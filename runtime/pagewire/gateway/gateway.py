@@ -12,6 +12,7 @@ until its client was told its end, and in `_upstream` until the engine said its 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -71,7 +72,7 @@ class Gateway:
 
     Args:
         config: of the door.
-        to_engine: hands a message to the engine's link, which keeps it if it cannot be sent now.
+        to_engine: hands a message to the engine's link, which keeps it if it cannot be sent now, or raises.
         engine_moves: the engine's heartbeat says that tokens move.
         preparer: tokenises and renders.
         text_stream: makes the text of one choice, given its stop strings; None: this model has no text here, only ids.
@@ -284,21 +285,29 @@ class Gateway:
         number = next(number for number in self._numbers if number not in self._upstream)
         stream.upstream = number
         self._upstream[number] = (client, stream)
-        self._to_engine(
-            Generate(
-                stream=number,
-                prompt_ids=prompt_ids,
-                params=msgspec.structs.replace(message.params, stop=()),
-                priority=message.priority,
-                namespace=message.namespace,
-            )
+        asked = Generate(
+            stream=number,
+            prompt_ids=prompt_ids,
+            params=msgspec.structs.replace(message.params, stop=()),
+            priority=message.priority,
+            namespace=message.namespace,
         )
+        try:
+            self._to_engine(asked)
+        except PagewireError as error:
+            del self._upstream[number]
+            self._fail(client, stream, error)
+
+    def _tell_engine(self, message: Cancel | Finish) -> None:
+        """A link that is closed or full takes nothing: then the engine is lost, and with it what this is about."""
+        with contextlib.suppress(PagewireError):
+            self._to_engine(message)
 
     def _cancel(self, client: Client, stream: GatewayStream) -> None:
         if stream.ending is not None:
             return
         if stream.upstream is not None:
-            self._to_engine(Cancel(stream=stream.upstream))
+            self._tell_engine(Cancel(stream=stream.upstream))
             return
         self._leave_engine(stream)
         for index, choice in enumerate(stream.choices):
@@ -314,7 +323,7 @@ class Gateway:
         if stream.upstream is None:
             raise InvalidRequest("the stream has no tokens yet", field="at")
         if stream.choices[message.choice].finished is None:
-            self._to_engine(Finish(stream=stream.upstream, choice=message.choice, at=message.at))
+            self._tell_engine(Finish(stream=stream.upstream, choice=message.choice, at=message.at))
 
     # ---- from the engine ----------------------------------------------------------------------------------------------
 
@@ -343,7 +352,7 @@ class Gateway:
             self._fault(client, stream, error, "making text of tokens")
             return
         if found_stop:
-            self._to_engine(Finish(stream=run.stream, choice=run.choice, at=stream.choices[run.choice].received))
+            self._tell_engine(Finish(stream=run.stream, choice=run.choice, at=stream.choices[run.choice].received))
         self._mark(client, stream)
 
     def _tell(
@@ -395,7 +404,7 @@ class Gateway:
         if task is not None and task is not asyncio.current_task():
             task.cancel()
         if stream.upstream in self._upstream and stream.ending is None:
-            self._to_engine(Cancel(stream=stream.upstream))
+            self._tell_engine(Cancel(stream=stream.upstream))
 
     def _mark(self, client: Client, stream: GatewayStream) -> None:
         client.mark(stream)

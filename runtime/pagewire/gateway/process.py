@@ -13,8 +13,7 @@ import uvloop
 
 from pagewire.child import Report, Reporter
 from pagewire.config import Config, ServerConfig
-from pagewire.errors import ConfigError, ConnectionLost, EngineFailed, ModelError, UnsupportedFeature
-from pagewire.gateway.engine_link import EngineLink
+from pagewire.errors import ConfigError, EngineFailed, ModelError, PagewireError, UnsupportedFeature
 from pagewire.gateway.gateway import Gateway
 from pagewire.gateway.preparation import Preparation
 from pagewire.text.text_model import TextModel
@@ -22,6 +21,7 @@ from pagewire.text.tokenizer import load_text_model
 from pagewire_client.text.text_stream import TextStream
 from pagewire_transport.door import Door, DoorLimits
 from pagewire_transport.endpoints import default_endpoint
+from pagewire_transport.link import Link
 from pagewire_transport.messages import ChatMessage
 
 _log: Final = structlog.get_logger()
@@ -69,21 +69,27 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
-    def engine_lost(error: ConnectionLost) -> None:
-        _log.error("engine_lost", reason=error.message)
-        gateway.engine_lost(EngineFailed(error.message))
+    def engine_lost(error: PagewireError) -> None:
+        if connecting.done():  # before that the link tries on by itself: the engine may still be loading
+            _log.error("engine_lost", reason=error.message)
+            gateway.engine_lost(EngineFailed(error.message))
 
-    link = EngineLink(engine_url, on_message=lambda message: gateway.on_engine(message), on_lost=engine_lost)  # noqa: PLW0108  (named below)
+    link = Link(
+        engine_url,
+        client="pagewire gateway",
+        on_message=lambda message: gateway.on_engine(message),  # noqa: PLW0108  (it is made below)
+        on_lost=engine_lost,
+    )
     preparation = _preparation(text)
     gateway = Gateway(
         config.server,
         to_engine=link.send,
-        engine_moves=lambda: link.is_ready,
+        engine_moves=lambda: link.is_server_ready,
         preparer=preparation,
         text_stream=None if text is None else lambda stops: TextStream(text.byte_table, stops),
     )
     reporter.loading("engine")
-    connecting = asyncio.create_task(link.connect("pagewire gateway"), name="connect")
+    connecting = asyncio.create_task(link.wait_welcome(config.server.start_timeout_ms / 1000), name="connect")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
         await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
