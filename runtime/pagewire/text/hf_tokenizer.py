@@ -36,7 +36,7 @@ def text_model_from_folder(folder: Path) -> TextModel:
 
     bos = tokenizer.token_to_id(names["bos_token"]) if "bos_token" in names else None
     eos = tokenizer.token_to_id(names["eos_token"]) if "eos_token" in names else None
-    prefix, suffix = _frame(tokenizer, config, bos, eos)
+    prefix, suffix = _frame(tokenizer)
     generation = _read_json(folder / "generation_config.json") or _read_json(folder / "config.json")
     eos_ids = _ids(generation.get("eos_token_id"), folder) | ({eos} if eos is not None else set())
     template = _chat_template(folder, config)
@@ -90,18 +90,12 @@ def _special_names(config: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def _frame(
-    tokenizer: Tokenizer, config: Mapping[str, Any], bos: int | None, eos: int | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What goes before and after a prompt.
+def _frame(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What goes before and after a prompt: asked by encoding a text with special tokens and without.
 
-    As in `transformers`: `add_bos_token` and `add_eos_token` decide if either is there, an absent one counting as
-    false; otherwise the post-processor of tokenizer.json does, which is asked by encoding a text with it and without.
+    The post-processor of tokenizer.json decides; `add_bos_token` in tokenizer_config.json is for tokenizers without
+    that file, and `transformers` ignores it beside one as well.
     """
-    if "add_bos_token" in config or "add_eos_token" in config:
-        before = (bos,) if config.get("add_bos_token") and bos is not None else ()
-        after = (eos,) if config.get("add_eos_token") and eos is not None else ()
-        return before, after
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(bare) + 1):
