@@ -5,7 +5,7 @@
 
 PYTHON   ?= python3
 PIP_ARGS ?=
-PROMPT   ?= The capital of France is
+PROMPT   ?=
 PYTEST_ARGS ?=
 
 VENV    := .venv

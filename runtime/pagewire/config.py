@@ -89,6 +89,9 @@ class ServerConfig(_Section, kw_only=True):
     heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=50, description="silence after which a peer is lost")] = 10_000
     drain_timeout_ms: Annotated[int, msgspec.Meta(ge=0, description="time for open streams at shutdown")] = 10_000
     start_timeout_ms: Annotated[int, msgspec.Meta(ge=100, description="time for the engine to get ready")] = 300_000
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], msgspec.Meta(description="least level that is logged")
+    ] = "info"
 
 
 class Config(_Section):

@@ -24,7 +24,7 @@ def run(namespace: argparse.Namespace) -> int:
             raise ConfigError("the model is named twice: as MODEL and as --path", field="model.path")
         config = with_model(config, namespace.model)
     config = with_model(config, str(model_path(config.model.path)))
-    log.configure("supervisor")
+    log.configure("supervisor", level=config.server.log_level)
     number = asyncio.run(_serve(config))
     return 0 if number == signal.SIGTERM else 128 + number
 

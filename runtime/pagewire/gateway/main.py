@@ -27,10 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     leave_with_parent(given.report_fd)
     # Until the loop takes signals over there is nothing to drain: they end the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    log.configure("gateway")
     reporter = Reporter(given.report_fd)
     try:
         config = read_config(given.config_fd)
+        log.configure("gateway", level=config.server.log_level)
         reporter.loading("import")
         # Imported here and not above: from the first moment on the process must leave with its parent.
         from pagewire.gateway.process import run  # noqa: PLC0415

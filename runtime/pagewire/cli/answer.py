@@ -1,0 +1,79 @@
+"""One answer on a terminal: asked of a server, streamed as it comes, and how fast it came."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from pagewire.cli.flags import values_of
+from pagewire.errors import ConfigError
+from pagewire.supervisor.rendezvous import find_servers
+from pagewire_client import Result, Stream
+
+
+def prompt_of(namespace: argparse.Namespace) -> str:
+    """The prompt argument, or what standard input holds.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if namespace.prompt is not None:
+        return str(namespace.prompt)
+    if sys.stdin.isatty():
+        raise ConfigError("give a prompt, or pipe one into standard input")
+    return sys.stdin.read()
+
+
+def url_of(namespace: argparse.Namespace) -> str:
+    """The server that is meant: by `--url`, or the newest that runs here.
+
+    Raises:
+        ConfigError: none runs.
+    """
+    if namespace.url is not None:
+        return str(namespace.url)
+    servers = find_servers()
+    if not servers:
+        raise ConfigError(
+            "no server of yours runs on this machine; start one with `pagewire serve`, or name one: --url"
+        )
+    return servers[0].url
+
+
+def params_of(namespace: argparse.Namespace) -> Mapping[str, Any]:
+    """The sampling flags that were given."""
+    return values_of(namespace, "params")
+
+
+async def show(stream: Stream, out: TextIO) -> Result:
+    """Write the text as it comes; several continuations one after the other, each under a heading.
+
+    Raises:
+        PagewireError: the request was refused or failed.
+    """
+    async with stream:
+        async for chunk in stream:
+            if chunk.choice == 0:
+                out.write(chunk.text)
+                out.flush()
+        result = await stream.result()
+    others = [f"\n--- {number} ---\n{choice.text}" for number, choice in enumerate(result.choices[1:], start=2)]
+    out.write("\n".join(["", *others, ""]) if others or not result.text.endswith("\n") else "")
+    out.flush()
+    return result
+
+
+def speed(result: Result) -> str:
+    """One line: tokens, time to the first, gaps between the others, tokens a second."""
+    timings, count = result.timings, result.usage.completion
+    parts = [f"{count} tokens from a prompt of {result.usage.prompt}"]
+    if timings.ttft_ns is not None:
+        parts.append(f"TTFT {timings.ttft_ns / 1e6:.0f} ms")
+        if timings.itl_p50_ns is not None and timings.itl_p99_ns is not None:
+            parts.append(f"ITL p50 {timings.itl_p50_ns / 1e6:.1f} ms, p99 {timings.itl_p99_ns / 1e6:.1f} ms")
+        decoding_s = (timings.total_ns - timings.ttft_ns) / 1e9
+        if count > 1 and decoding_s > 0:
+            parts.append(f"{(count - 1) / decoding_s:.1f} tokens/s")
+    return " · ".join(parts)

@@ -1,0 +1,23 @@
+"""`pagewire generate`: continue a text on a running server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from pagewire.cli.answer import params_of, prompt_of, show, speed, url_of
+from pagewire_client import connect
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Stream the continuation to standard output."""
+    asyncio.run(_generate(namespace, prompt_of(namespace), url_of(namespace)))
+    return 0
+
+
+async def _generate(namespace: argparse.Namespace, prompt: str, url: str) -> None:
+    async with connect(url, name="pagewire generate") as client:
+        result = await show(client.generate(prompt, **params_of(namespace)), sys.stdout)
+    if namespace.stats:
+        print(speed(result), file=sys.stderr)
