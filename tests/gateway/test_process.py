@@ -194,8 +194,9 @@ async def test_a_signal_drains_inside_the_deadline(short_folder, number):
             engine.connection.send(tokens((request.stream, 0, 0, ids)))
             engine.end(request.stream, "length", len(ids))
         outcomes = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes[25:]] == [Draining] * 25
-        assert [outcome.text for outcome in outcomes[:25]] == ["a b c"] * 25
+        # Prompts are prepared in threads, so the engine has them in some order.
+        assert sum(isinstance(outcome, Draining) for outcome in outcomes) == 25
+        assert [outcome.text for outcome in outcomes if not isinstance(outcome, Draining)] == ["a b c"] * 25
         assert await asyncio.wait_for(process.wait(), 5) == 0
         assert 0.6 < time.monotonic() - before < 4
 
