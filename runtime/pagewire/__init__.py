@@ -1,0 +1,41 @@
+"""Pagewire: an event-driven serving runtime for large language models.
+
+>>> async with pagewire.Engine("model.gguf") as engine:                  # doctest: +SKIP
+...     result = await engine.generate("Once upon", max_tokens=64).result()
+
+>>> with pagewire.LLM("model.gguf") as llm:                              # doctest: +SKIP
+...     results = llm.generate(["Once upon", "In the beginning"], max_tokens=64)
+
+Importing this package is cheap: what needs torch is imported when it is first named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:  # for type checkers alone; at run time see __getattr__
+    from pagewire.config import Config as Config
+    from pagewire.local.engine import Engine as Engine
+    from pagewire.local.llm import LLM as LLM
+
+__version__: Final = "0.1.0"
+
+_LAZY: Final = {
+    "Config": "pagewire.config",
+    "Engine": "pagewire.local.engine",
+    "LLM": "pagewire.local.llm",
+}
+
+__all__ = ["LLM", "Config", "Engine", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -31,7 +31,7 @@ class Admission:
 
     def __init__(self, *, vocab_size: int, max_len: int, clock: Clock, seed: int = 0) -> None:
         self._vocab_size = vocab_size
-        self._max_len = max_len
+        self.max_len = max_len
         self._clock = clock
         self._random: random.Random = random.Random(seed) if seed else random.SystemRandom()  # noqa: S311
         self._numbers = itertools.count(1)
@@ -106,10 +106,10 @@ class Admission:
             )
 
     def _resolved_max_tokens(self, num_prompt: int, asked: int | None) -> int:
-        room = self._max_len - num_prompt
+        room = self.max_len - num_prompt
         if room < 0 or (room == 0 and asked != 0):
             raise PromptTooLong(
-                f"{num_prompt} tokens leave no room: prompt and output together may have {self._max_len}",
+                f"{num_prompt} tokens leave no room: prompt and output together may have {self.max_len}",
                 field="prompt_ids",
             )
         if asked is None:
@@ -117,7 +117,7 @@ class Admission:
         if asked > room:
             raise InvalidRequest(
                 f"must be at most {room} for a prompt of {num_prompt} tokens"
-                f" (prompt and output together may have {self._max_len}), is {asked}",
+                f" (prompt and output together may have {self.max_len}), is {asked}",
                 field="params.max_tokens",
             )
         return asked

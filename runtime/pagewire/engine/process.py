@@ -1,0 +1,100 @@
+"""What the engine process does once it may import torch: load the model, serve it, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import time
+from typing import Final
+
+import structlog
+import uvloop
+
+from pagewire.child import Report, Reporter
+from pagewire.clock import MonotonicClock
+from pagewire.config import Config
+from pagewire.engine.core import EngineCore
+from pagewire.engine.load import load_worker
+from pagewire.engine.server import WireServer
+
+_FAREWELL_S: Final = 0.5
+"""After the engine failed: time to send the last error messages."""
+_CLOSE_S: Final = 5.0
+"""Time for the worker to close; a hung one is left to the end of the process."""
+_GC_THRESHOLDS: Final = (5_000, 20, 100)
+"""Young objects are looked at every 5,000 net allocations (about 0.2 ms), the whole heap practically never."""
+
+_log = structlog.get_logger("pagewire.engine")
+
+
+def run(config: Config, reporter: Reporter) -> int:
+    """Serve until a signal comes or the engine fails; the exit code.
+
+    Raises:
+        ModelError, ConfigError: the model cannot be served.
+    """
+    code, is_clean = uvloop.run(_serve(config, reporter))
+    if not is_clean:
+        # A thread of the worker still computes or hangs; the interpreter would wait for it for ever.
+        time.sleep(0.1)  # the log's thread writes its last lines
+        os._exit(code or 1)
+    return code
+
+
+def tame_collector() -> None:
+    """Keep collections off the loop's back.
+
+    What is loaded stays (weights, modules: hundreds of thousands of objects), so the collector need not look at it
+    again. Turning it off altogether was rejected: exceptions and tasks make cycles, and a server runs for months.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+
+
+async def _serve(config: Config, reporter: Reporter) -> tuple[int, bool]:
+    """The exit code, and whether the worker closed."""
+    reporter.loading("weights")
+    begun = time.monotonic()
+    worker = await load_worker(config)
+    tame_collector()
+    core = EngineCore(worker, config=config, clock=MonotonicClock())
+    server = WireServer(core, config)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    core.start()
+    await server.start()
+    shape = worker.shape
+    info: dict[str, str | int | float | bool] = {
+        "kv_blocks": shape.num_blocks - 1,
+        "kv_bytes": shape.kv_bytes,
+        "block_size": shape.block_size,
+        "max_rows": shape.max_rows,
+        "max_model_len": core.scheduler.max_len,
+        "load_seconds": round(time.monotonic() - begun, 3),
+    }
+    _log.info("engine_ready", endpoint=server.endpoint, model=shape.model_name, **info)
+    reporter.send(Report(event="ready", endpoint=server.endpoint, model=shape.model_name, info=info))
+    failed = asyncio.create_task(core.wait_failed(), name="failure")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if failed.done():
+        await asyncio.sleep(_FAREWELL_S)
+    else:
+        _log.info("engine_draining", live=core.num_live)
+        server.drain()
+        draining = asyncio.create_task(core.drain(config.server.drain_timeout_ms / 1000), name="drain")
+        await asyncio.wait({failed, draining}, return_when=asyncio.FIRST_COMPLETED)
+    code = 1 if failed.done() else 0
+    await server.close()
+    is_clean = await core.stop(_CLOSE_S)
+    for task in (failed, stopping):
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    _log.info("engine_stopped", code=code)
+    return code, is_clean
