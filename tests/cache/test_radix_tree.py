@@ -459,6 +459,20 @@ def test_least_recently_used_leaves_go_first(cache):
     assert gone == ["abB", "abC", "abA", "ab", "a"]
 
 
+def test_the_unused_rest_of_a_split_run_stays_as_cold_as_it_was(cache):
+    cache.run(tokens_of("abcd"))
+    cache.run(tokens_of("q"))
+    cache.run(tokens_of("abXY"))  # once by acquiring ab …
+    cache.run(tokens_of("abXZ"), max_blocks=0)  # … and once by grafting below X
+    cache.tree.evict(2)
+    assert cache.hits(tokens_of("abcd")) == 2
+    cache.tree.evict(1)
+    assert cache.hits(tokens_of("q")) == 0
+    cache.tree.evict(1)
+    assert cache.hits(tokens_of("abXY")) == 3
+    assert cache.hits(tokens_of("abXZ")) == 4
+
+
 def test_what_is_held_is_never_evicted_nor_are_its_ancestors(cache):
     cache.run(tokens_of("abcX"))
     cache.run(tokens_of("abY"))

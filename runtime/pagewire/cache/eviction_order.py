@@ -32,15 +32,10 @@ class EvictionOrder:
 
     def append(self, node: RadixNode) -> None:
         """Link `node` as the most recently used."""
-        newest = self._ring.older
+        ring, newest = self._ring, self._ring.older
         assert newest is not None
-        self._link(newest, node, self._ring)
-
-    def insert_after(self, older: RadixNode, node: RadixNode) -> None:
-        """Link `node` right behind `older`: the upper half of a split, behind the lower one."""
-        newer = older.newer
-        assert newer is not None
-        self._link(older, node, newer)
+        node.older, node.newer = newest, ring
+        newest.newer = ring.older = node
 
     def remove(self, node: RadixNode) -> None:
         """Unlink `node`."""
@@ -62,8 +57,3 @@ class EvictionOrder:
             assert node is not None
             yield node
             node = node.newer
-
-    @staticmethod
-    def _link(older: RadixNode, node: RadixNode, newer: RadixNode) -> None:
-        node.older, node.newer = older, newer
-        older.newer = newer.older = node

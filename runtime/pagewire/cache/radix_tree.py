@@ -205,7 +205,7 @@ class RadixTree:
             return 0
         root.is_dropped = True
         cached = [node for node in _nodes(root) if node.num_users == 0]
-        for node in reversed(cached):  # deepest first
+        for node in cached:
             self._order.remove(node)
             node.detach(self._block_bytes)
         self.version += 1
@@ -339,10 +339,10 @@ class RadixTree:
         return first if blocks.size and other[first] else int(blocks.size)
 
     def _split(self, node: RadixNode, k: int) -> RadixNode:
-        """Cut `node` behind its first `k` blocks; the upper part."""
+        """Cut `node` behind its first `k` blocks; the upper part, which is about to be used, so newest in the order."""
         upper = node.split(k, self._block_bytes)
         if node.num_users == 0:
-            self._order.insert_after(node, upper)
+            self._order.append(upper)
         self.version += 1
         return upper
 
