@@ -1,0 +1,144 @@
+"""Reads a folder in Hugging Face layout: `config.json`, one or more memory-mapped safetensors files, EOS ids."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pagewire.errors import ModelError
+from pagewire.models import config as configs
+from pagewire.models.config import DecoderConfig
+from pagewire.models.weights import DecoderWeights, TensorNames, assemble
+
+NAMES: Final = TensorNames(
+    embedding="model.embed_tokens.weight",
+    final_norm="model.norm.weight",
+    lm_head="lm_head.weight",
+    attn_norm="model.layers.{}.input_layernorm.weight",
+    q="model.layers.{}.self_attn.q_proj.weight",
+    k="model.layers.{}.self_attn.k_proj.weight",
+    v="model.layers.{}.self_attn.v_proj.weight",
+    attn_out="model.layers.{}.self_attn.o_proj.weight",
+    mlp_norm="model.layers.{}.post_attention_layernorm.weight",
+    gate="model.layers.{}.mlp.gate_proj.weight",
+    up="model.layers.{}.mlp.up_proj.weight",
+    down="model.layers.{}.mlp.down_proj.weight",
+)
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_DTYPES: Final = ("F64", "F32", "F16", "BF16")
+
+
+class SafetensorsFolder:
+    """The tensors of a folder as a `TensorSource`; a context manager, since the files stay mapped.
+
+    Raises:
+        ModelError: no weights in the folder, a missing shard, a truncated or damaged file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._where: dict[str, Any] = {}
+        self._files = ExitStack()
+        try:
+            for path in _shards(folder):
+                self._map(path)
+        except BaseException:
+            self._files.close()
+            raise
+
+    def _map(self, path: Path) -> None:
+        try:
+            file = self._files.enter_context(safe_open(str(path), framework="pt"))
+        except FileNotFoundError:
+            raise ModelError(f"{path} is missing; download the model again") from None
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is truncated or damaged ({error}); download it again") from None
+        self._where.update(dict.fromkeys(file.keys(), file))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See `TensorSource`."""
+        file = self._where.get(name)
+        return None if file is None else tuple(file.get_slice(name).get_shape())
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """See `TensorSource`."""
+        file = self._where[name]
+        kind = file.get_slice(name).get_dtype()
+        if kind not in _DTYPES:
+            raise ModelError(f"{self._folder}: tensor {name} is of type {kind}; supported: {', '.join(_DTYPES)}")
+        out.copy_(file.get_tensor(name))
+
+
+def load(folder: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+    """Configuration, weights and EOS ids of a folder.
+
+    Raises:
+        ModelError: whatever keeps it from being served.
+    """
+    config = read_config(folder)
+    with SafetensorsFolder(folder) as source:
+        return config, assemble(config, source, NAMES, dtype), eos_ids(folder)
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The decoder that `config.json` describes."""
+    return configs.from_hf(_read_json(folder / "config.json"))
+
+
+def eos_ids(folder: Path) -> tuple[int, ...]:
+    """All EOS ids: those of `generation_config.json` where it has any, else those of `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ids = _read_json(path).get("eos_token_id") if path.exists() else None
+        if isinstance(ids, int):
+            ids = [ids]
+        if ids:
+            if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+                raise ModelError(f"{path}: eos_token_id must be a token id or a list of them, not {ids!r}")
+            return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if not index.exists():
+        if (folder / _SINGLE).exists():
+            return [folder / _SINGLE]
+        shards = sorted(folder.glob("*.safetensors"))
+        if not shards:
+            raise ModelError(f"{folder} holds no weights; expected {_SINGLE}, {_INDEX} or a GGUF file")
+        return shards
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index} has no weight_map of file names; download it again")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        # The index is untrusted: it may not lead out of the folder.
+        if Path(name).name != name:
+            raise ModelError(f"{index} names {name!r}; weights must lie in the folder itself")
+    return [folder / name for name in names]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; a model folder needs it") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); download it again") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} must hold an object, not {type(values).__name__}")
+    return values

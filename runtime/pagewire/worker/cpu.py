@@ -1,0 +1,270 @@
+"""The CPU worker: one thread that owns all of a step's state and computes steps in the order in which they are launched.
+
+    event loop:      launch_forward ─┐ launch_sample ─┐            handles resolve, in order
+    compute thread:                  └▶ deltas, forward └▶ draw ──▶
+
+The loop only queues. What a row's next input token is, is known to the thread alone, so a step may be queued before the
+one that draws its tokens has run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagewire.config import Config
+from pagewire.errors import ConfigError, InternalError
+from pagewire.models.decoder import Decoder
+from pagewire.models.load import load_model
+from pagewire.step.step import Int32Array, PromptLogprobRows, SampleFlag, StepPlan, StepResult
+from pagewire.worker.cpu_attention import Attention
+from pagewire.worker.interface import LogitMasks, WorkerShape
+from pagewire.worker.kv_memory import KVMemory, num_blocks_for
+from pagewire.worker.row_state import RowState
+from pagewire.worker.sampler import Sampler
+
+_T = TypeVar("_T")
+
+_PROMPT_LOGITS: Final = 64
+"""Positions whose logits are held at once for prompt log-probabilities."""
+
+
+@dataclass(slots=True)
+class _Forward:
+    """What a forward pass leaves for its sampling."""
+
+    step: int
+    logits: Tensor  # float32 [entries that are sampled, V]
+    logit_rows: npt.NDArray[np.intp]  # [S] row of `logits` for each sample
+    positions: npt.NDArray[np.int64]  # [S] that the new token takes
+    prompt_logprobs: list[PromptLogprobRows]
+    elapsed_ns: int
+
+
+class CpuWorker:
+    """See `pagewire.worker.interface.Worker`. Make it with `load`, or from a decoder that is loaded already.
+
+    Raises:
+        ModelError: the model cannot be served.
+        ConfigError: it cannot be served as the configuration asks.
+    """
+
+    def __init__(self, config: Config, decoder: Decoder) -> None:
+        self._stepper = _Stepper(config, decoder)
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="pagewire-compute", initializer=_set_threads, initargs=(config.engine.threads,)
+        )
+        self._failure: BaseException | None = None
+        self._is_closed = False
+
+    @classmethod
+    async def load(cls, config: Config) -> CpuWorker:
+        """Load the model off the loop."""
+        return await asyncio.to_thread(lambda: cls(config, load_model(config.model)))
+
+    @property
+    def shape(self) -> WorkerShape:
+        """Sizes for the scheduler."""
+        return self._stepper.shape
+
+    def launch_forward(self, plan: StepPlan) -> Awaitable[None]:
+        """Queue the plan's deltas, copies and forward pass."""
+        return self._launch(lambda: self._stepper.forward(plan))
+
+    def launch_sample(self, plan: StepPlan, masks: LogitMasks | None = None) -> Awaitable[StepResult]:
+        """Queue the draw of the plan's samples."""
+        return self._launch(lambda: self._stepper.sample(plan, masks))
+
+    async def close(self) -> None:
+        """Wait for what is queued, then stop the thread."""
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.to_thread(self._thread.shutdown)
+
+    def _launch(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+        """A future of our own, not `wrap_future`: cancelling that would take a step out of the order."""
+        loop = asyncio.get_running_loop()
+        handle: asyncio.Future[_T] = loop.create_future()
+
+        def settle(result: _T | None, error: BaseException | None) -> None:
+            if handle.done():
+                return
+            if error is None:
+                handle.set_result(result)  # type: ignore[arg-type]
+            else:
+                handle.set_exception(error)
+
+        def run() -> None:
+            result, error = None, self._failure
+            if error is None:
+                try:
+                    with torch.inference_mode():
+                        result = work()
+                except BaseException as caught:  # noqa: BLE001  (goes to whoever awaits)
+                    # The state may be half changed: nothing that follows could be trusted.
+                    self._failure = error = caught
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, result, error)
+
+        self._thread.submit(run)
+        return handle
+
+
+class _Stepper:
+    """What the compute thread does, and all that it owns."""
+
+    def __init__(self, config: Config, decoder: Decoder) -> None:
+        self._decoder = decoder
+        dtype = decoder.weights.embedding.dtype
+        if dtype != torch.float32:
+            raise ConfigError(f"a CPU computes in float32, not in {dtype}", field="model.dtype")
+        model, max_rows, block_size = decoder.config, config.scheduler.max_rows, config.cache.block_size
+        num_blocks = num_blocks_for(
+            model,
+            config.cache,
+            max_rows=max_rows,
+            max_model_len=decoder.max_model_len,
+            itemsize=dtype.itemsize,
+        )
+        self._memory = KVMemory(model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        self._attention = Attention(model, self._memory)
+        self._rows = RowState(max_rows, -(-decoder.max_model_len // block_size))
+        self._sampler = Sampler(max_rows=max_rows, vocab_size=model.vocab_size, max_model_len=decoder.max_model_len)
+        self._forward: _Forward | None = None
+        self.shape: Final = WorkerShape(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_rows=max_rows,
+            max_model_len=decoder.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_ids=decoder.eos_ids,
+            kv_bytes=self._memory.num_bytes,
+            model_name=decoder.name,
+        )
+
+    def forward(self, plan: StepPlan) -> None:
+        """Steps 1 to 5 of `pagewire.step.step`, and the logits of the entries that are sampled."""
+        begin_ns = time.perf_counter_ns()
+        rows = self._rows
+        if plan.leaves.size:
+            self._sampler.leave(plan.leaves)
+        for join in plan.joins:
+            self._sampler.join(join)
+        rows.update(plan)
+        if plan.copy_src.size:
+            self._memory.copy(plan.copy_src, plan.copy_dst)
+        # Rows that stopped in an earlier step are left out: the null block stays zero, and nothing is computed for them.
+        runs = ~rows.stopped[plan.rows]
+        entries = np.flatnonzero(runs)
+        hidden = self._compute(plan, entries) if entries.size else torch.empty(0)
+        last = np.full(plan.rows.size, -1)  # token of each entry's last position; −1: not computed
+        last[entries] = np.cumsum(plan.num_tokens[entries]) - 1
+        sampled, logit_rows = np.unique(plan.sample_entries, return_inverse=True)
+        logits = torch.empty(0, self.shape.vocab_size)
+        if sampled.size and entries.size:
+            logits = self._decoder.logits(hidden[torch.from_numpy(last[sampled])])
+        self._forward = _Forward(
+            step=plan.step,
+            logits=logits,
+            logit_rows=logit_rows,
+            positions=(plan.starts + plan.num_tokens)[plan.sample_entries].astype(np.int64),
+            prompt_logprobs=[
+                self._prompt_logprobs(plan, entry, top, hidden, int(last[entry]))
+                for entry, top in plan.prompt_logprobs.items()
+                if runs[entry]
+            ],
+            elapsed_ns=time.perf_counter_ns() - begin_ns,
+        )
+
+    def _compute(self, plan: StepPlan, entries: npt.NDArray[np.intp]) -> Tensor:
+        """Hidden states [T, hidden] of the tokens of `entries`."""
+        starts, num_tokens = plan.starts[entries], plan.num_tokens[entries]
+        num_decode = int(np.searchsorted(entries, plan.num_decode))
+        decode_ids = self._rows.last_token[plan.rows[entries[:num_decode]]]
+        # Only decode entries ever stop before they are computed, so the chunks' tokens are all there.
+        token_ids = np.concatenate([decode_ids, plan.token_ids])
+        positions = _ranges(starts, num_tokens)
+        self._attention.prepare(self._rows.block_table[plan.rows[entries]], starts, num_tokens, num_decode)
+        return self._decoder.forward(torch.from_numpy(token_ids), torch.from_numpy(positions), self._attention)
+
+    def _prompt_logprobs(self, plan: StepPlan, entry: int, top: int, hidden: Tensor, last: int) -> PromptLogprobRows:
+        start, num = int(plan.starts[entry]), int(plan.num_tokens[entry])
+        targets = torch.from_numpy(
+            self._rows.prompts[int(plan.rows[entry])][start + 1 : start + num + 1].astype(np.int64)
+        )
+        hidden = hidden[last - num + 1 :][: targets.numel()]
+        chosen, top_ids, top_logprobs = [], [], []
+        for at in range(0, targets.numel(), _PROMPT_LOGITS):
+            states, ids = hidden[at : at + _PROMPT_LOGITS], targets[at : at + _PROMPT_LOGITS]
+            logprobs = self._decoder.logits(states).log_softmax(dim=-1)
+            best = logprobs.topk(top, dim=-1)
+            chosen.append(logprobs.gather(1, ids[:, None])[:, 0])
+            top_ids.append(best.indices)
+            top_logprobs.append(best.values)
+        return PromptLogprobRows(
+            entry=entry,
+            start=start,
+            chosen=torch.cat(chosen).numpy() if chosen else np.empty(0, np.float32),
+            top_ids=torch.cat(top_ids).int().numpy() if chosen else np.empty((0, top), np.int32),
+            top_logprobs=torch.cat(top_logprobs).numpy() if chosen else np.empty((0, top), np.float32),
+        )
+
+    def sample(self, plan: StepPlan, masks: LogitMasks | None) -> StepResult:
+        """Step 6 of `pagewire.step.step`."""
+        begin_ns = time.perf_counter_ns()
+        forward, self._forward = self._forward, None
+        if forward is None or forward.step != plan.step:
+            raise InternalError(f"sampling of step {plan.step} without its forward pass")
+        if masks is not None:
+            raise InternalError("logit masks came, but nothing compiles grammars yet")
+        rows = self._rows
+        num_samples = plan.sample_rows.size
+        flags = np.full(num_samples, SampleFlag.DROPPED, np.uint8)
+        counts = np.zeros(num_samples, np.int32)
+        result = StepResult(plan.step, counts, np.empty(0, np.int32), flags, prompt_logprobs=forward.prompt_logprobs)
+        live = np.flatnonzero(~rows.stopped[plan.sample_rows])
+        if live.size:
+            drawing = plan.sample_rows[live]
+            drawn = self._sampler.sample(
+                _pick(forward.logits, forward.logit_rows[live]), drawing, forward.positions[live]
+            )
+            flags[live] = drawn.flags
+            has_token = (drawn.flags & SampleFlag.NUMERIC) == 0
+            counts[live] = has_token
+            result.token_ids = drawn.token_ids[has_token]
+            rows.last_token[drawing] = drawn.token_ids
+            rows.stopped[drawing] = drawn.flags != SampleFlag.OK
+            if drawn.logprobs is not None:
+                result.logprobs = drawn.logprobs
+                result.logprobs.samples = live[drawn.logprobs.samples].astype(np.int32)
+        result.forward_ns = forward.elapsed_ns + time.perf_counter_ns() - begin_ns
+        return result
+
+
+def _pick(logits: Tensor, rows: npt.NDArray[np.intp]) -> Tensor:
+    """Rows of `logits`, without a copy where it is all of them in order (no forks, nobody dropped)."""
+    if rows.size == logits.shape[0] and bool((rows == np.arange(rows.size)).all()):
+        return logits
+    return logits[torch.from_numpy(rows)]
+
+
+def _ranges(starts: Int32Array, num: Int32Array) -> npt.NDArray[np.int64]:
+    """start, start + 1, … for each entry, one after another."""
+    first = np.cumsum(num) - num
+    positions: npt.NDArray[np.int64] = np.arange(int(num.sum()), dtype=np.int64) + np.repeat(starts - first, num)
+    return positions
+
+
+def _set_threads(num_threads: int) -> None:
+    """Compute threads; the count is the process's, but each thread has to take it over."""
+    if num_threads:
+        torch.set_num_threads(num_threads)
