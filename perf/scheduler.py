@@ -17,7 +17,7 @@ import gc
 import time
 
 import numpy as np
-from radix import report_radix
+from radix import measure as report_radix
 from report import Report
 
 from pagewire.config import SchedulerConfig
