@@ -23,7 +23,7 @@ def make():
     made = []
 
     def renderer(source, variables=None):
-        made.append(ChatRenderer(source, variables or {}))
+        made.append(ChatRenderer(source, variables or {}, max_cpu_seconds=0.5))
         return made[-1]
 
     yield renderer
@@ -84,7 +84,7 @@ def test_a_refusal_travels_and_the_process_stays(make):
 )
 def test_what_takes_too_much_memory(make, source):
     renderer = make(source)
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=r"too (much|long)|more than") as caught:
         renderer.render(CHAT, {})
     assert caught.value.field == "messages"
 
@@ -212,7 +212,7 @@ def test_the_process_ends_with_its_parent(end):
 
 
 def test_rendering_leaves_the_interpreter_to_others(make):
-    renderer = make("{% for i in range(300) %}{% for j in range(9999) %}{% endfor %}{% endfor %}ok")
+    renderer = make("{% for i in range(100) %}{% for j in range(9999) %}{% endfor %}{% endfor %}ok")
     renderer.start()
     thread = threading.Thread(target=renderer.render, args=(CHAT, {}))
     ticks = 0

@@ -27,11 +27,13 @@ class ChatRenderer:
     Args:
         source: the template, Jinja.
         variables: special tokens by the names that templates use (`bos_token`, …).
+        max_cpu_seconds: what one render may take.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, source: str, variables: Mapping[str, str], *, max_cpu_seconds: float = 2.0) -> None:
         self.source = source
         self._variables = dict(variables)
+        self._max_cpu_seconds = max_cpu_seconds
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._broken: str | None = None  # why it cannot be compiled
@@ -89,7 +91,7 @@ class ChatRenderer:
             raise ModelError(self._broken, field="messages")
         if self._worker is None:
             try:
-                worker = _Worker()
+                worker = _Worker(self._max_cpu_seconds)
             except OSError as error:
                 raise InternalError(f"no process to render chat templates: {error.strerror}; try again") from None
             try:
@@ -122,10 +124,10 @@ def _stopped(lost: _WorkerLost) -> PagewireError:
 class _Worker:
     """The process and its pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_cpu_seconds: float) -> None:
         # -P: the current folder must not shadow modules. A session of its own: signals of a terminal are the server's.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pagewire.text.template_worker"],
+        process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
+            [sys.executable, "-P", "-m", "pagewire.text.template_worker", str(max_cpu_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

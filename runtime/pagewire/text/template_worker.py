@@ -1,4 +1,4 @@
-"""The process that renders chat templates, apart from the one that serves: `python -m pagewire.text.template_worker`.
+"""The process that renders chat templates, apart from the one that serves: `python -m pagewire.text.template_worker SECONDS`.
 
 A template is code from a model's files. One expression is enough to take all memory (`'x' * 10**11`) or to run for
 ever in C, where no step counter inside the interpreter sees it. So the kernel sets the limits:
@@ -27,7 +27,6 @@ from pagewire.errors import PagewireError
 from pagewire.text.template import ChatTemplate
 
 MAX_BYTES = 2**30
-MAX_CPU_SECONDS = 2.0
 
 
 def main() -> None:
@@ -36,11 +35,11 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    serve(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[1]))
 
 
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer each line of `requests` with a line."""
+def serve(requests: BinaryIO, answers: BinaryIO, max_cpu_seconds: float) -> None:
+    """Answer each line of `requests` with a line; the process ends in the middle of one that takes longer."""
     templates: list[ChatTemplate] = []
 
     def compile_template(asked: dict[str, Any]) -> str:
@@ -51,20 +50,20 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         return templates[0].render({**asked["variables"], "messages": asked["messages"]})
 
     for line in requests:
-        answers.write(_answer(render if templates else compile_template, line) + b"\n")
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)
+        answer = _answer(render if templates else compile_template, line)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(answer + b"\n")
         answers.flush()
 
 
 def _answer(act: Callable[[dict[str, Any]], str], line: bytes) -> bytes:
-    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
     try:
         return _encoded({"text": act(json.loads(line))})
     except PagewireError as error:
         return _encoded({"code": error.code, "message": error.message, "field": error.field})
     except MemoryError:
         return _encoded({"code": "model", "message": "the chat is too large to render", "field": "messages"})
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _encoded(answer: dict[str, str | None]) -> bytes:

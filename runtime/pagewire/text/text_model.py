@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from pagewire.errors import InvalidRequest, UnsupportedFeature
+from pagewire.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from pagewire.text.chat_renderer import ChatRenderer
 from pagewire_client.text.byte_table import ByteTable
 from pagewire_transport.messages import ChatMessage
@@ -52,16 +52,27 @@ class TextModel:
         """Source of the chat template."""
         return self.chat_renderer.source if self.chat_renderer else None
 
-    def encode(self, text: str, *, add_special: bool = True, field: str = "prompt") -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool = True, max_tokens: int | None = None, field: str = "prompt"
+    ) -> list[int]:
         """Token ids of `text`. Special tokens written in the text are taken as such.
 
         With `add_special`, BOS goes in front unless the text begins with it already, so there are never two; the empty
         text then is [BOS] if the model adds one, else []. Thread-safe; the interpreter lock is released meanwhile, so
         that other threads, and an event loop among them, keep running (F27). Costs about 2 µs a token.
 
+        A text that cannot have as few as `max_tokens` tokens, given the longest token there is, is refused unread:
+        encoding takes some 250 bytes of memory a token, so 16 MiB of text would take 2 GiB and 20 s (F50). A result
+        longer than `max_tokens` is still possible, and whoever knows the exact limit judges it.
+
         Raises:
             InvalidRequest: the text has a lone surrogate, so it is no Unicode text; `field` is named.
+            PromptTooLong: longer than `max_tokens` tokens can be; `field` is named.
         """
+        if max_tokens is not None and len(text) > max_tokens * self.byte_table.longest:
+            raise PromptTooLong(
+                f"has {len(text)} characters, which cannot be {max_tokens} tokens or fewer", field=field
+            )
         try:
             # `encode` holds the interpreter lock throughout (0.4 s for 130,000 tokens); the batch call does not.
             ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -80,10 +91,14 @@ class TextModel:
         template_kwargs: Mapping[str, object] | None = None,
         *,
         add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a rendered chat. The template writes BOS itself where the model wants one: none is added."""
+        """Token ids of a rendered chat. The template writes BOS itself where the model wants one: none is added.
+
+        Raises as `render_chat` and `encode` do.
+        """
         text = self.render_chat(messages, template_kwargs, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special=False, field="messages")
+        return self.encode(text, add_special=False, max_tokens=max_tokens, field="messages")
 
     def render_chat(
         self,

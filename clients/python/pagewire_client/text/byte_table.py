@@ -34,6 +34,7 @@ class ByteTable:
         visible: as `pieces`, but empty for special tokens.
         texts: the piece as text where it is whole characters, else None: most tokens are, and then text is a look-up.
         visible_texts: the same for `visible`.
+        longest: bytes of the longest piece, so that a text of N bytes has at least N / longest tokens.
     """
 
     pieces: tuple[bytes, ...]
@@ -42,15 +43,17 @@ class ByteTable:
     visible: tuple[bytes, ...] = field(init=False, repr=False, compare=False)
     texts: tuple[str | None, ...] = field(init=False, repr=False, compare=False)
     visible_texts: tuple[str | None, ...] = field(init=False, repr=False, compare=False)
+    longest: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Derive the other columns."""
         special = self.special
         texts = tuple(_whole_text(piece) for piece in self.pieces)
-        derived = {
+        derived: dict[str, object] = {
             "visible": tuple(b"" if i in special else piece for i, piece in enumerate(self.pieces)),
             "texts": texts,
             "visible_texts": tuple("" if i in special else text for i, text in enumerate(texts)),
+            "longest": max(map(len, self.pieces), default=0),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
