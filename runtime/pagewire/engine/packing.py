@@ -1,0 +1,141 @@
+"""Columns of wire messages from numpy arrays. Little-endian, whatever the machine (there `astype` copies, else not)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pagewire.scheduler.outcome import StepOutcome
+from pagewire.step.step import Int32Array, LogprobRows
+from pagewire_transport.messages import LogprobColumns, Tokens
+
+
+def u16(values: npt.NDArray[Any]) -> bytes:
+    """As uint16."""
+    return values.astype("<u2", copy=False).tobytes()
+
+
+def u32(values: npt.NDArray[Any]) -> bytes:
+    """As uint32; negative values are the caller's error."""
+    return values.astype("<i4" if values.dtype.kind == "i" else "<u4", copy=False).tobytes()
+
+
+def f32(values: npt.NDArray[Any]) -> bytes:
+    """As float32."""
+    return values.astype("<f4", copy=False).tobytes()
+
+
+def ragged_take(values: npt.NDArray[Any], counts: Int32Array, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`values` holds runs of `counts` one after another; those of `rows`, in that order, one after another."""
+    begins = np.cumsum(counts) - counts
+    taken = counts[rows]
+    shift = begins[rows] - (np.cumsum(taken) - taken)
+    return values[np.repeat(shift, taken) + np.arange(int(taken.sum()))]
+
+
+def logprob_columns(rows: LogprobRows, selected: npt.NDArray[Any], entries: npt.NDArray[Any]) -> LogprobColumns | None:
+    """The `selected` rows (indices) as columns, for the given entries of the message, ascending; None if there are none."""
+    if not selected.size:
+        return None
+    return LogprobColumns(
+        entries=u32(entries),
+        top=rows.top[selected].astype(np.uint8).tobytes(),
+        chosen=f32(rows.chosen[selected]),
+        top_ids=u32(ragged_take(rows.top_ids, rows.top, selected)),
+        top_logprobs=f32(ragged_take(rows.top_logprobs, rows.top, selected)),
+    )
+
+
+class OutcomeColumns:
+    """The columns of an outcome in the order of its layout, packed once; a reader's message is slices of them.
+
+    Args:
+        outcome: with at least one entry.
+        order: entries sorted by reader; None: as they are.
+    """
+
+    __slots__ = ("_counts", "_ends", "_ids", "_order", "_outcome", "_starts")
+
+    def __init__(self, outcome: StepOutcome, order: npt.NDArray[np.intp] | None) -> None:
+        starts, counts, ids = outcome.starts, outcome.counts, outcome.token_ids
+        is_single = ids.size == counts.size and bool(counts.all())
+        if order is not None:
+            ids = ids[order] if is_single else ragged_take(ids, counts, order)
+            starts, counts = starts[order], counts[order]
+        self._outcome = outcome
+        self._order = order
+        self._starts = u32(starts)
+        self._ids = u32(ids)
+        self._counts = b"" if is_single else u16(counts)
+        self._ends = None if is_single else [0, *np.cumsum(counts).tolist()]
+
+    def tokens(self, begin: int, end: int, streams: bytes, choices: bytes) -> Tokens:
+        """The message of entries `begin` … `end` − 1, which are of these streams and choices."""
+        first, last = (begin, end) if self._ends is None else (self._ends[begin], self._ends[end])
+        return Tokens(
+            streams=streams,
+            starts=self._starts[4 * begin : 4 * end],
+            ids=self._ids[4 * first : 4 * last],
+            counts=self._counts[2 * begin : 2 * end],
+            choices=choices,
+            logprobs=None if self._outcome.logprobs is None else self._logprobs(self._outcome.logprobs, begin, end),
+        )
+
+    def _logprobs(self, rows: LogprobRows, begin: int, end: int) -> LogprobColumns | None:
+        if self._order is None:
+            return logprob_columns(rows, np.arange(rows.samples.size), rows.samples)
+        position = np.full(self._order.size, -1, np.int32)
+        position[self._order[begin:end]] = np.arange(end - begin)
+        entries = position[rows.samples]
+        selected = np.flatnonzero(entries >= 0)
+        selected = selected[np.argsort(entries[selected], kind="stable")]
+        return logprob_columns(rows, selected, entries[selected])
+
+
+class KeptLogprob(NamedTuple):
+    """Log-probabilities of one token that could not be sent when they came; the ledger does not hold them."""
+
+    chosen: bytes  # float32
+    top_ids: bytes  # uint32 × top
+    top_logprobs: bytes  # float32 × top
+
+
+def keep_logprob(rows: LogprobRows, row: int, begin: int) -> KeptLogprob:
+    """Row `row` of `rows`, whose alternatives start at `begin`."""
+    end = begin + int(rows.top[row])
+    return KeptLogprob(f32(rows.chosen[row : row + 1]), u32(rows.top_ids[begin:end]), f32(rows.top_logprobs[begin:end]))
+
+
+class LateRun(NamedTuple):
+    """Tokens of one choice that were not sent when they came."""
+
+    stream: int
+    choice: int
+    start: int
+    ids: Int32Array
+    logprobs: Sequence[KeptLogprob]
+    """One a token, or empty."""
+
+
+def late_tokens(runs: list[LateRun]) -> Tokens:
+    """One message of all runs; each has at most 65,535 tokens."""
+    told = [(entry, run.logprobs) for entry, run in enumerate(runs) if run.logprobs]
+    return Tokens(
+        streams=u32(np.array([run.stream for run in runs], np.uint32)),
+        starts=u32(np.array([run.start for run in runs], np.int32)),
+        ids=u32(np.concatenate([run.ids for run in runs])),
+        counts=u16(np.array([run.ids.size for run in runs], np.uint16)),
+        choices=u16(np.array([run.choice for run in runs], np.uint16)),
+        logprobs=LogprobColumns(
+            entries=u32(np.array([entry for entry, _ in told], np.uint32)),
+            top=bytes(len(kept[0].top_ids) // 4 for _, kept in told),
+            chosen=b"".join(one.chosen for _, kept in told for one in kept),
+            top_ids=b"".join(one.top_ids for _, kept in told for one in kept),
+            top_logprobs=b"".join(one.top_logprobs for _, kept in told for one in kept),
+        )
+        if told
+        else None,
+    )

@@ -1,0 +1,266 @@
+"""Open streams as the engine's wire server holds them.
+
+What is looked at in every step lies in arrays indexed by the sequences' slots; what happens once a stream is in objects.
+
+    generated tokens of one sequence
+    ├── sent ──────────────┼── not sent: in the ledger only ──┤
+    0                      cursor                             num_output
+
+A reader that is slow has cursors that lag and nothing else (F18): no queue grows for it. When its connection takes
+something again, one message is made of the slices behind all its cursors. Log-probabilities cannot be read from the
+ledger again; those of a lagging choice are kept with it, at most `max_tokens` of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagewire.engine.packing import KeptLogprob, f32, u16, u32
+from pagewire.errors import PagewireError
+from pagewire.request.request import Request
+from pagewire.scheduler.sequence import Sequence
+from pagewire.step.step import Int32Array, PromptLogprobRows
+from pagewire_transport.door import Connection
+from pagewire_transport.messages import Done, Finished, PromptLogprobs, Timings, Usage
+
+NO_READER: Final = -1
+NO_SLOT: Final = -1
+
+Entries = slice | npt.NDArray[np.intp]
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sequence of a stream.
+
+    Attributes:
+        slot: of its row in the table; NO_SLOT once it was reported as ended, since slots are reused from then on.
+        sent: its cursor, from then on; before, the cursor is in the table.
+        kept: log-probabilities of the tokens behind the cursor.
+    """
+
+    stream: Stream
+    index: int
+    sequence: Sequence
+    slot: int
+    sent: int = 0
+    kept: deque[KeptLogprob] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One request of one reader. It is over when all choices were told."""
+
+    number: int
+    reader: Reader
+    request: Request
+    choices: list[Choice] = field(default_factory=list)
+    num_told: int = 0
+    error: PagewireError | None = None
+    """Of the first choice that failed; it ends the stream, and the other choices."""
+    prompt_logprobs: PromptLogprobStore | None = None
+
+    def finished(self, choice: Choice) -> Finished:
+        """The end of one choice."""
+        sequence = choice.sequence
+        assert sequence.finish_reason is not None
+        return Finished(
+            stream=self.number,
+            choice=choice.index,
+            reason=sequence.finish_reason,
+            num_tokens=sequence.num_output,
+            stop=sequence.stop,
+        )
+
+    def done(self) -> Done:
+        """The end of the stream."""
+        sequences = [choice.sequence for choice in self.choices]
+        arrival_ns = self.request.arrival_ns
+        ended_ns = max((s.finished_ns for s in sequences if s.finished_ns is not None), default=arrival_ns)
+        scheduled_ns = min(
+            (s.first_scheduled_ns for s in sequences if s.first_scheduled_ns is not None), default=ended_ns
+        )
+        first_ns = min((s.first_token_ns for s in sequences if s.first_token_ns is not None), default=arrival_ns)
+        return Done(
+            stream=self.number,
+            seed=self.request.seed,
+            usage=Usage(
+                prompt=int(self.request.prompt_ids.size),
+                completion=sum(s.num_output for s in sequences),
+                cached=max(s.num_cached for s in sequences),
+            ),
+            timings=Timings(
+                queue_ns=scheduled_ns - arrival_ns,
+                first_token_ns=first_ns - arrival_ns,
+                total_ns=ended_ns - arrival_ns,
+                num_preemptions=sum(s.num_preemptions for s in sequences),
+            ),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """One connection and its streams.
+
+    Attributes:
+        index: small int, by which the table names it.
+        is_behind: some cursor lags. While it is set, nothing is sent from an outcome: all comes from the cursors.
+        ended: choices that ended and were not told.
+        is_due: it will be served in the next round of the loop.
+    """
+
+    connection: Connection
+    index: int
+    streams: dict[int, Stream] = field(default_factory=dict)
+    is_behind: bool = False
+    ended: dict[Choice, None] = field(default_factory=dict)
+    is_due: bool = False
+
+
+class PromptLogprobStore:
+    """Collects the log-probabilities of a prompt, which come in chunks, until all P − 1 are there."""
+
+    def __init__(self, num_prompt: int, top: int) -> None:
+        self._top = top
+        self._missing = num_prompt - 1
+        self._chosen = np.zeros(num_prompt - 1, np.float32)
+        self._top_ids = np.zeros((num_prompt - 1, top), np.int32)
+        self._top_logprobs = np.zeros((num_prompt - 1, top), np.float32)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._missing <= 0
+
+    def add(self, rows: PromptLogprobRows) -> None:
+        """The next rows; each row comes once."""
+        part = slice(rows.start, rows.start + rows.chosen.size)
+        self._chosen[part] = rows.chosen
+        self._top_ids[part] = rows.top_ids[:, : self._top]
+        self._top_logprobs[part] = rows.top_logprobs[:, : self._top]
+        self._missing -= rows.chosen.size
+
+    def message(self, stream: int) -> PromptLogprobs:
+        return PromptLogprobs(
+            stream=stream,
+            top=self._top,
+            chosen=f32(self._chosen),
+            top_ids=u32(self._top_ids),
+            top_logprobs=f32(self._top_logprobs),
+        )
+
+
+@dataclass(slots=True)
+class Part:
+    """What one reader gets of an outcome: entries `begin` … `end` − 1 of the layout's order."""
+
+    reader: int
+    begin: int
+    end: int
+    streams: bytes
+    choices: bytes
+
+
+@dataclass(slots=True)
+class Layout:
+    """How the entries of an outcome fall to readers. The same from step to step while nobody joins or leaves."""
+
+    slots: Int32Array
+    version: int
+    order: npt.NDArray[np.intp] | None
+    """Entries sorted by reader; None where all are of one."""
+    parts: list[Part]
+
+    def entries(self, part: Part) -> Entries:
+        """The part's entries, as an index into the outcome's arrays."""
+        return slice(part.begin, part.end) if self.order is None else self.order[part.begin : part.end]
+
+
+class StreamTable:
+    """The arrays. Grows by doubling; `version` changes with every change of membership."""
+
+    def __init__(self, capacity: int = 64) -> None:
+        self.reader = np.full(capacity, NO_READER, np.int32)
+        self.stream = np.zeros(capacity, np.uint32)
+        self.choice = np.zeros(capacity, np.uint16)
+        self.sent = np.zeros(capacity, np.int32)
+        self.choices: list[Choice | None] = [None] * capacity
+        self.version = 0
+        self._layout = Layout(np.empty(0, np.int32), -1, None, [])
+
+    def add(self, choice: Choice) -> None:
+        """Take the row `choice.slot`, whose last owner has ended."""
+        slot = choice.slot
+        self._reach(slot)
+        self.reader[slot] = choice.stream.reader.index
+        self.stream[slot] = choice.stream.number
+        self.choice[slot] = choice.index
+        self.sent[slot] = 0
+        self.choices[slot] = choice
+        self.version += 1
+
+    def remove(self, choice: Choice) -> None:
+        """Leave the row; the cursor moves into the object. Idempotent."""
+        slot = choice.slot
+        if slot == NO_SLOT:
+            return
+        choice.sent, choice.slot = int(self.sent[slot]), NO_SLOT
+        self.reader[slot] = NO_READER
+        self.choices[slot] = None
+        self.version += 1
+
+    def find(self, sequence: Sequence) -> Choice | None:
+        """The choice of a live sequence; None if it is nobody's here (another sink's, or its reader is gone)."""
+        choice = self.choices[sequence.slot] if sequence.slot < len(self.choices) else None
+        return choice if choice is not None and choice.sequence is sequence else None
+
+    def sent_of(self, choice: Choice) -> int:
+        """The cursor."""
+        return choice.sent if choice.slot == NO_SLOT else int(self.sent[choice.slot])
+
+    def set_sent(self, choice: Choice, sent: int) -> None:
+        """Move the cursor."""
+        if choice.slot == NO_SLOT:
+            choice.sent = sent
+        else:
+            self.sent[choice.slot] = sent
+
+    def layout(self, slots: Int32Array) -> Layout:
+        """How entries with these slots fall to readers. O(1) array operations; without joins and leaves, two."""
+        last = self._layout
+        if last.version == self.version and np.array_equal(last.slots, slots):
+            return last
+        if slots.size:
+            self._reach(int(slots.max()))
+        readers = self.reader[slots]
+        order = None
+        if slots.size and (readers != readers[0]).any():
+            order = np.argsort(readers, kind="stable")
+            slots_in_order, readers = slots[order], readers[order]
+        else:
+            slots_in_order = slots
+        begins = np.flatnonzero(np.diff(readers, prepend=NO_READER - 1)).tolist()
+        streams, numbers = u32(self.stream[slots_in_order]), self.choice[slots_in_order]
+        choices = u16(numbers) if numbers.any() else b""
+        parts = [
+            Part(index, begin, end, streams[4 * begin : 4 * end], choices[2 * begin : 2 * end])
+            for index, begin, end in zip(readers[begins].tolist(), begins, [*begins[1:], slots.size], strict=True)
+            if index != NO_READER
+        ]
+        self._layout = Layout(slots.copy(), self.version, order, parts)
+        return self._layout
+
+    def _reach(self, slot: int) -> None:
+        have = len(self.choices)
+        if slot < have:
+            return
+        more = max(have, slot + 1 - have)
+        self.reader = np.concatenate([self.reader, np.full(more, NO_READER, np.int32)])
+        self.stream = np.concatenate([self.stream, np.zeros(more, np.uint32)])
+        self.choice = np.concatenate([self.choice, np.zeros(more, np.uint16)])
+        self.sent = np.concatenate([self.sent, np.zeros(more, np.int32)])
+        self.choices.extend([None] * more)
