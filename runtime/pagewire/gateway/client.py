@@ -45,11 +45,11 @@ class Client:
         endings: list[FromServer] = []
         for stream in marked:
             stream.is_marked = False
-            messages += stream.opening
-            stream.opening.clear()
+            if stream.opening:
+                messages += stream.opening
+                stream.opening.clear()
             for index, choice in enumerate(stream.choices):
-                for start, ids, text, logprobs in choice.take_pending().runs():
-                    builder.add(stream.number, index, start, ids, text if stream.shows_text else "", logprobs)
+                choice.pending.move_into(builder, stream.number, index, shows_text=stream.shows_text)
                 if choice.finished is not None and not choice.was_told:
                     choice.was_told = True
                     endings.append(choice.finished)

@@ -74,13 +74,13 @@ class TokensBuilder:
     """Collects runs of several streams and makes them one `tokens` message."""
 
     def __init__(self) -> None:
-        self._streams = array("I")
-        self._choices = array("H")
-        self._starts = array("I")
-        self._counts = array("H")
+        self._streams: list[int] = []
+        self._choices: list[int] = []
+        self._starts: list[int] = []
+        self._counts: list[int] = []
         self._ids = array("I")
         self._texts: list[str] = []
-        self._entries = array("I")
+        self._entries: list[int] = []
         self._top = bytearray()
         self._chosen = bytearray()
         self._top_ids = bytearray()

@@ -11,14 +11,13 @@ many engine messages it came in, and is bounded by `max_tokens`. There is no que
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
 from pagewire.errors import InternalError
-from pagewire.gateway.columns import LogprobRun, Run
+from pagewire.gateway.columns import LogprobRun, Run, TokensBuilder
 from pagewire_client.text.text_stream import TextStream
 from pagewire_transport.messages import Accepted, Done, Error, Finished, PromptLogprobs
 
@@ -28,7 +27,10 @@ _LONGEST_RUN: Final = 65_535
 
 @dataclass(slots=True)
 class Pending:
-    """What one choice has to send: a run of tokens, the text that they complete, their log-probabilities."""
+    """What one choice has to send: a run of tokens, the text that they complete, their log-probabilities.
+
+    One object for the choice's life, emptied by each `move_into`: this runs for every token of every stream.
+    """
 
     start: int = 0
     ids: array[int] = field(default_factory=lambda: array("I"))
@@ -50,14 +52,24 @@ class Pending:
             self.top_ids += logprobs.top_ids
             self.top_logprobs += logprobs.top_logprobs
 
-    def runs(self) -> Iterator[tuple[int, array[int], str, LogprobRun | None]]:
-        """(start, ids, text, log-probabilities) in pieces that fit a message; the text goes with the first."""
-        text = "".join(self.texts)
-        for at in range(0, max(len(self.ids), 1), _LONGEST_RUN):
-            ids = self.ids[at : at + _LONGEST_RUN]
-            if ids or text:
-                yield self.start + at, ids, text, self._logprobs(at, at + len(ids))
-            text = ""
+    def move_into(self, builder: TokensBuilder, stream: int, choice: int, *, shows_text: bool) -> None:
+        """Append all of it to a message, in runs that fit one, the text with the first; nothing is pending then."""
+        ids, texts = self.ids, self.texts
+        text = "".join(texts) if texts and shows_text else ""
+        count = len(ids)
+        if count <= _LONGEST_RUN:
+            if count or text:
+                builder.add(stream, choice, self.start, ids, text, self._logprobs(0, count))
+        else:
+            for at in range(0, count, _LONGEST_RUN):
+                run = ids[at : at + _LONGEST_RUN]
+                builder.add(stream, choice, self.start + at, run, text, self._logprobs(at, at + len(run)))
+                text = ""
+        self.start += count
+        del ids[:]
+        texts.clear()
+        if self.top >= 0:
+            self.chosen, self.top_ids, self.top_logprobs = bytearray(), bytearray(), bytearray()
 
     def _logprobs(self, first: int, last: int) -> LogprobRun | None:
         if self.top < 0:
@@ -88,11 +100,6 @@ class Choice:
     pending: Pending = field(default_factory=Pending)
     finished: Finished | None = None
     was_told: bool = False
-
-    def take_pending(self) -> Pending:
-        """Hand over what is pending; from now on more is collected anew."""
-        taken, self.pending = self.pending, Pending(start=self.received)
-        return taken
 
 
 @dataclass(slots=True, eq=False)
