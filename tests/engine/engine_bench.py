@@ -165,3 +165,14 @@ def check_after_every_step(core):
         return out
 
     pipeline.plan, pipeline.apply = checked_plan, checked_apply
+
+
+async def back_to_baseline(bench):
+    """Every block is free or cached, nobody holds one, and no row is taken."""
+    scheduler = bench.core.scheduler
+    await bench.until(lambda: bench.core._launches.oldest is None)
+    assert bench.num_available == scheduler.memory.num_usable
+    assert not scheduler.memory.pool.ref.any()
+    assert scheduler.batch.num_rows == 0
+    assert bench.core.num_live == 0
+    bench.core.pipeline.check_invariants()

@@ -4,9 +4,9 @@ import asyncio
 import random
 
 import pytest
-from conftest import back_to_baseline
 from device import expected
 from device_worker import DeviceWorker
+from engine_bench import back_to_baseline
 
 from pagewire.errors import InternalError
 
@@ -170,7 +170,7 @@ async def test_f13_f14_random_ends_against_a_late_device(make_bench, seed):
         whole = expected(prompt, sequence.seed, asked["max_tokens"])
         got = bench.core.output(sequence).tolist()
         assert got == whole[: len(got)]
-        if sequence.finish_reason in ("length",):
+        if sequence.finish_reason == "length":
             assert len(got) == asked["max_tokens"]
     await back_to_baseline(bench)
 

@@ -147,7 +147,7 @@ class EngineCore:
             Draining, EngineFailed: nothing is taken any more, or not now.
         """
         if self._failure is not None:
-            raise self._failure
+            raise EngineFailed(self._failure.message)  # a new one: one raised again and again collects tracebacks
         if self._is_draining:
             raise Draining("the engine is shutting down")
         if not self.health.ready:
