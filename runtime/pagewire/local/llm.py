@@ -102,8 +102,6 @@ class LLM:
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _map(self, start: Callable[..., Stream], items: list[Any], params: dict[str, Any]) -> list[Result]:
-        if self._loop.is_closed():
-            raise EngineFailed("this LLM was closed")
         return self._run(self._results(start, items, params))
 
     async def _results(self, start: Callable[..., Stream], items: list[Any], params: dict[str, Any]) -> list[Result]:
@@ -129,6 +127,9 @@ class LLM:
         return [result for result in results if result is not None]
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineFailed("this LLM was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -63,7 +63,7 @@ class TextSide:
         if self.model is None:
             if params.stop:
                 raise UnsupportedFeature(
-                    "this model has no tokenizer here, so stop strings cannot be found", field="params.stop"
+                    "this model has no tokenizer here, so stop strings cannot be found", field="stop"
                 )
             return [None] * params.n
         if not shows_text and not params.stop:
