@@ -138,7 +138,7 @@ class _Stepper:
         self._memory = KVMemory(model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         self._attention = Attention(model, self._memory)
         self._rows = RowState(max_rows, -(-decoder.max_model_len // block_size))
-        self._sampler = Sampler(max_rows=max_rows, vocab_size=model.vocab_size, max_model_len=decoder.max_model_len)
+        self._sampler = Sampler(max_rows=max_rows, vocab_size=model.vocab_size)
         self._forward: _Forward | None = None
         self.shape: Final = WorkerShape(
             num_blocks=num_blocks,
