@@ -109,6 +109,11 @@ class Gateway:
         return self._refusing is None and self._engine_moves()
 
     @property
+    def has_engine(self) -> bool:
+        """An engine answered, once."""
+        return self._engine is not None
+
+    @property
     def num_streams(self) -> int:
         """Streams whose clients have not been sent their end."""
         return sum(len(client.streams) for client in self._clients.values())

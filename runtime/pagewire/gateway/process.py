@@ -69,25 +69,23 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
-    def engine_lost(error: PagewireError) -> None:
-        if connecting.done():  # before that the link tries on by itself: the engine may still be loading
-            _log.error("engine_lost", reason=error.message)
-            gateway.engine_lost(EngineFailed(error.message))
-
-    link = Link(
-        engine_url,
-        client="pagewire gateway",
-        on_message=lambda message: gateway.on_engine(message),  # noqa: PLW0108  (it is made below)
-        on_lost=engine_lost,
-    )
     preparation = _preparation(text)
     gateway = Gateway(
         config.server,
-        to_engine=link.send,
+        to_engine=lambda message: link.send(message),  # noqa: PLW0108  (it is made below)
         engine_moves=lambda: link.is_server_ready,
         preparer=preparation,
         text_stream=None if text is None else lambda stops: TextStream(text.byte_table, stops),
     )
+    # Open from the start: an address that cannot be had is told at once. Nobody is welcomed before the engine is there.
+    door = _open_door(config.server, gateway)
+
+    def engine_lost(error: PagewireError) -> None:
+        if gateway.has_engine:  # before that the link tries on by itself: the engine may still be loading
+            _log.error("engine_lost", reason=error.message)
+            gateway.engine_lost(EngineFailed(error.message))
+
+    link = Link(engine_url, client="pagewire gateway", on_message=gateway.on_engine, on_lost=engine_lost)
     reporter.loading("engine")
     connecting = asyncio.create_task(link.wait_welcome(config.server.start_timeout_ms / 1000), name="connect")
     stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -97,18 +95,17 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
             return 0
         engine = await connecting
         gateway.engine_ready(engine)
-        door = _open_door(config.server, gateway)
         _log.info("gateway_ready", endpoint=door.url, model=engine.model)
         reporter.send(Report(event="ready", endpoint=door.url, model=engine.model))
         await stopping
         await _drain(gateway, config.server.drain_timeout_ms / 1000)
-        await door.close()
         return 0
     finally:
         for task in (connecting, stopping):
             task.cancel()
         await asyncio.gather(connecting, stopping, return_exceptions=True)
         preparation.close()
+        await door.close()
         await link.close()
 
 
