@@ -39,6 +39,7 @@ class RawPeer:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
+        self.socket.sndhwm = 0  # its sends must not wait: the server runs on the same loop
         self.socket.rcvhwm = receive_hwm
         if identity is not None:
             self.socket.setsockopt(zmq.ROUTING_ID, identity)
