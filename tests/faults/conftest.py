@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "scheduler"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
 
-from device_worker import DeviceWorker
 from engine_bench import Bench, back_to_baseline, check_after_every_step
+from fakes import fake
+
+from pagewire.worker.fake import FakeWorker
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ async def make_bench(tmp_path):
     made = []
 
     def make(worker=None, *, is_checked=True, **options):
-        bench = Bench(worker or DeviceWorker(), tmp_path, **options)
+        bench = Bench(worker or fake(), tmp_path, **options)
         if is_checked:
             check_after_every_step(bench.core)
         bench.core.start()
@@ -28,10 +29,14 @@ async def make_bench(tmp_path):
 
     yield make
     for bench in made:
+        if isinstance(bench.worker, FakeWorker):
+            bench.worker.unhang()
         bench.worker.release_all()
         await bench.core.drain(5.0)
         assert "engine_failed" not in bench.log, bench.log.events
         await back_to_baseline(bench)
+        if isinstance(bench.worker, FakeWorker):
+            bench.worker.check()
         assert await bench.core.stop(1.0)
 
 

@@ -5,9 +5,8 @@ import gc
 import sys
 
 import pytest
-from device import expected
-from device_worker import DeviceWorker
 from engine_bench import HandWorker, back_to_baseline
+from fakes import expected, fake
 
 from pagewire.errors import InvalidRequest, NumericError, PromptTooLong
 
@@ -16,12 +15,12 @@ async def test_f6_a_full_pool_of_cancelled_requests_serves_a_probe(make_bench):
     bench = make_bench()
     sequences = [bench.submit([10 + i] * 200, max_tokens=300, ignore_eos=True)[0] for i in range(20)]
     await bench.until(lambda: bench.num_available < 8)
-    bench.worker.hold()
+    bench.worker.hang()
     for sequence in sequences:
         bench.core.cancel(sequence)
     await bench.ended(*sequences)
     (probe,) = bench.submit([5] * 400, max_tokens=100, seed=2)
-    bench.worker.release()
+    bench.worker.unhang()
     await bench.ended(probe)
     assert bench.core.output(probe).tolist() == expected([5] * 400, 2, 100)
 
@@ -110,7 +109,7 @@ async def test_f17_a_million_requests_leave_nothing(make_plain_bench, forgetful)
 
 
 async def test_f17_two_thousand_requests_one_after_another_leave_the_blocks_as_they_were(make_plain_bench):
-    bench = make_plain_bench(DeviceWorker())
+    bench = make_plain_bench(fake())
     for i in range(2000):
         (sequence,) = bench.submit([1 + i % 40] * (1 + i % 37), max_tokens=1 + i % 3, seed=i)
         while sequence.is_live:
@@ -122,16 +121,16 @@ async def test_f17_two_thousand_requests_one_after_another_leave_the_blocks_as_t
 
 
 async def test_f25_two_prompts_of_sixty_percent_of_the_pool_both_finish(make_bench):
-    bench = make_bench(DeviceWorker(num_blocks=21))  # 320 tokens
+    bench = make_bench(fake(num_blocks=21))  # 320 tokens
     prompts = [[5] * 192, [6] * 192]
     sequences = [bench.submit(prompt, max_tokens=100, seed=3, ignore_eos=True)[0] for prompt in prompts]
     await bench.ended(*sequences)
     for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert bench.core.output(sequence).tolist() == expected(prompt, 3, 100, stops=())
+        assert bench.core.output(sequence).tolist() == expected(prompt, 3, 100, ignore_eos=True)
 
 
 async def test_f25_longer_than_the_pool_is_refused_by_name(make_bench):
-    bench = make_bench(DeviceWorker(num_blocks=21))
+    bench = make_bench(fake(num_blocks=21))
     with pytest.raises(PromptTooLong) as caught:
         bench.submit([5] * 321, max_tokens=1)
     assert caught.value.field == "prompt_ids"
@@ -144,12 +143,12 @@ async def test_f25_longer_than_the_pool_is_refused_by_name(make_bench):
 
 
 async def test_f24_a_pool_for_one_and_a_half_serves_ten(make_bench):
-    bench = make_bench(DeviceWorker(num_blocks=10))
+    bench = make_bench(fake(num_blocks=10))
     prompts = [[10 + i] * 40 for i in range(10)]
     sequences = [bench.submit(prompt, max_tokens=50, seed=4, ignore_eos=True)[0] for prompt in prompts]
     await bench.ended(*sequences, timeout_s=20)
     for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert bench.core.output(sequence).tolist() == expected(prompt, 4, 50, stops=())
+        assert bench.core.output(sequence).tolist() == expected(prompt, 4, 50, ignore_eos=True)
         assert sequence.num_preemptions <= 6
     assert bench.core.health.ready
 
@@ -174,16 +173,16 @@ async def test_f31_a_prompt_that_is_cached_whole_gives_the_same_tokens(make_benc
 async def test_f32_bad_logits_fail_the_request_keep_nothing_and_touch_nobody(make_bench):
     bench = make_bench()
     poisoned = [4] * 40
-    bench.worker.device.poisoned.add(tuple(poisoned))
+    bench.worker.poison(lambda join: join.prompt_ids.tolist() == poisoned)
     (good,) = bench.submit([5] * 40, max_tokens=30, seed=6, ignore_eos=True)
     (bad,) = bench.submit(poisoned, max_tokens=30, seed=6)
     (late,) = bench.submit([6] * 40, max_tokens=30, seed=6, ignore_eos=True)
     await bench.ended(good, bad, late)
     assert isinstance(bad.error, NumericError)
     assert bad.num_output == 0
-    assert bench.core.output(good).tolist() == expected([5] * 40, 6, 30, stops=())
-    assert bench.core.output(late).tolist() == expected([6] * 40, 6, 30, stops=())
-    bench.worker.device.poisoned.clear()
+    assert bench.core.output(good).tolist() == expected([5] * 40, 6, 30, ignore_eos=True)
+    assert bench.core.output(late).tolist() == expected([6] * 40, 6, 30, ignore_eos=True)
+    bench.worker.device.heal()
     (again,) = bench.submit(poisoned, max_tokens=5, seed=6)
     await bench.ended(again)
     assert again.num_cached == 0, "nothing of the poisoned prompt was kept"

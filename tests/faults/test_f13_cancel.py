@@ -4,9 +4,8 @@ import asyncio
 import random
 
 import pytest
-from device import expected
-from device_worker import DeviceWorker
 from engine_bench import back_to_baseline
+from fakes import expected, fake
 
 from pagewire.errors import InternalError
 
@@ -28,7 +27,7 @@ async def just_submitted(bench):
 
 async def held_for_a_prefix(bench):
     """Waits while another prompt computes what both share."""
-    bench.worker.hold()
+    bench.worker.hang()
     bench.submit([*SHARED, 7, 8, 9], max_tokens=4, seed=2)
     (target,) = bench.submit([*SHARED, 9, 9], max_tokens=50, seed=1, ignore_eos=True)
     await bench.until(lambda: target.is_held)
@@ -37,9 +36,9 @@ async def held_for_a_prefix(bench):
 
 async def prefilling(bench):
     """Some chunks of its prompt are computed, others are not."""
-    bench.worker.hold()
+    bench.worker.hang()
     (target,) = bench.submit([3] * 300, max_tokens=50, seed=1, ignore_eos=True)
-    await bench.until(lambda: len(bench.worker.device.queue) == bench.core.pipeline.depth)
+    await bench.until(lambda: bench.worker.num_queued == bench.core.pipeline.depth)
     assert target.num_output == 0
     return target
 
@@ -48,14 +47,14 @@ async def decoding(bench):
     """Runs, with steps queued that name it."""
     (target,) = bench.submit([2] * 20, max_tokens=100, seed=1, ignore_eos=True)
     await bench.until(lambda: target.num_output > 5)
-    bench.worker.hold()
+    bench.worker.hang()
     return target
 
 
 async def paused(bench):
     """Its reader does not keep up."""
     target = await decoding(bench)
-    bench.worker.release()
+    bench.worker.unhang()
     bench.core.pause(target)
     await bench.until(lambda: bench.core._launches.oldest is None)
     return target
@@ -72,25 +71,25 @@ async def preempted(bench):
 
 async def at_its_last_token(bench):
     """The step that draws its last token runs."""
-    bench.worker.hold()
+    bench.worker.hang()
     (target,) = bench.submit([2] * 20, max_tokens=1, seed=1, ignore_eos=True)
-    await bench.until(lambda: bench.worker.device.queue)
+    await bench.until(lambda: bench.worker.num_queued)
     return target
 
 
 async def leading_a_fork(bench):
     """Its followers wait for its prompt."""
-    bench.worker.hold()
+    bench.worker.hang()
     sequences = bench.submit([3] * 200, max_tokens=50, seed=1, n=3, ignore_eos=True)
-    await bench.until(lambda: len(bench.worker.device.queue) == bench.core.pipeline.depth)
+    await bench.until(lambda: bench.worker.num_queued == bench.core.pipeline.depth)
     return sequences[0]
 
 
 async def following_a_fork(bench):
     """Waits for its leader's prompt."""
-    bench.worker.hold()
+    bench.worker.hang()
     sequences = bench.submit([3] * 200, max_tokens=50, seed=1, n=3, ignore_eos=True)
-    await bench.until(lambda: len(bench.worker.device.queue) == bench.core.pipeline.depth)
+    await bench.until(lambda: bench.worker.num_queued == bench.core.pipeline.depth)
     return sequences[2]
 
 
@@ -135,7 +134,7 @@ async def test_f13_ended_in_every_state(make_bench, state, end, overlap):
     assert sum(s is target for s in bench.sink.ended) == 1
     if end != "finish_at" and was_live:
         assert bench.core.output(target).tolist() == before, "what was generated stays"
-    bench.worker.release()
+    bench.worker.unhang()
     (probe,) = bench.submit([5] * 40, max_tokens=20, seed=11)
     await bench.ended(probe)
     assert bench.core.output(probe).tolist() == expected([5] * 40, 11, 20)
@@ -145,7 +144,7 @@ async def test_f13_ended_in_every_state(make_bench, state, end, overlap):
 async def test_f13_f14_random_ends_against_a_late_device(make_bench, seed):
     """Requests come and end at any moment, steps take any time: tokens are right, blocks come back."""
     rng = random.Random(seed)
-    worker = DeviceWorker(num_blocks=40, delay=lambda: rng.choice([0, 0, 1, 5, 40]))
+    worker = fake(num_blocks=40, latency=lambda plan: rng.choice([0, 0, 20_000, 500_000]))
     bench = make_bench(worker, scheduler={"overlap": seed % 3 != 0})
     submitted = []
     for _ in range(60):
@@ -182,13 +181,13 @@ async def test_f15_a_request_that_nobody_waits_for_gives_its_blocks_back(make_be
     assert bench.num_available < bench.core.scheduler.memory.num_usable
     bench.core.cancel(target)
     await bench.until(lambda: bench.num_available == bench.core.scheduler.memory.num_usable)
-    steps = bench.worker.num_steps
+    steps = len(bench.worker.plans)
     await asyncio.sleep(0.02)
-    assert bench.worker.num_steps == steps, "nothing is computed for it any more"
+    assert len(bench.worker.plans) == steps, "nothing is computed for it any more"
 
 
 async def test_f16_a_long_prompt_is_gone_within_a_chunk(make_bench):
-    worker = DeviceWorker(num_blocks=700, max_model_len=10_240)
+    worker = fake(num_blocks=700, max_model_len=10_240)
     bench = make_bench(worker)
     (target,) = bench.submit([i % 50 for i in range(10_000)], max_tokens=10, seed=1)
     bench.sink.on = lambda outcome: worker.device.num_prefilled >= 1000 and bench.core.cancel(target)
