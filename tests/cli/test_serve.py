@@ -188,7 +188,7 @@ async def test_a_truncated_model_is_2(temporary):
 async def test_a_folder_without_weights_is_2(temporary):
     folder = temporary / "empty"
     folder.mkdir()
-    assert "empty" in await _refused(temporary, str(folder))
+    assert "holds no weights" in await _refused(temporary, str(folder))
 
 
 async def test_an_address_that_others_reach_is_2(temporary):

@@ -10,7 +10,7 @@ import msgspec
 
 from pagewire import log
 from pagewire.cli.flags import config_from
-from pagewire.cli.model_path import model_path
+from pagewire.cli.model_path import check_has_weights, model_path
 from pagewire.config import Config
 from pagewire.errors import ConfigError
 from pagewire.supervisor.server import Server, serve
@@ -23,7 +23,10 @@ def run(namespace: argparse.Namespace) -> int:
         if config.model.path:
             raise ConfigError("the model is named twice: as MODEL and as --path", field="model.path")
         config = with_model(config, namespace.model)
-    config = with_model(config, str(model_path(config.model.path)))
+    path = model_path(config.model.path)
+    if config.model.load_format != "dummy":
+        check_has_weights(path)
+    config = with_model(config, str(path))
     log.configure("supervisor", level=config.server.log_level)
     number = asyncio.run(_serve(config))
     return 0 if number == signal.SIGTERM else 128 + number
