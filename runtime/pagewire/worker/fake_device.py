@@ -135,7 +135,7 @@ class PureFakeDevice:
         return len(self._queue)
 
     def poison(self, target: int | Predicate, *, from_position: int = 0) -> None:
-        """Make logits and KV of a row (or of every row whose join fits) NaN from a position on."""
+        """Make KV and logits of a row (or of every row whose join fits) NaN from a position on."""
         matches: Predicate = (lambda join: join.row == target) if isinstance(target, int) else target
         self._poisons.append(_Poison(matches, from_position))
 
@@ -280,25 +280,27 @@ class PureFakeDevice:
                 seen.append(_Seen(history, poisoned=False))
                 continue
             ensure(
-                start + num <= history.size, f"step {plan.step}: row {r} computes more than its {history.size} tokens"
-            )
-            ensure(
                 entry >= plan.num_decode or start == history.size - 1,
                 f"step {plan.step}: row {r} decodes position {start}, but its last token is at {history.size - 1}",
+            )
+            ensure(
+                start + num <= history.size, f"step {plan.step}: row {r} computes more than its {history.size} tokens"
             )
             ensure(
                 bool((inputs == history[start : start + num]).all()),
                 f"step {plan.step}: row {r} computes {inputs.tolist()} at {start}, its tokens are other ones",
             )
-            poisoned = self._kv.read(row.table, history, start, row.owner) or self._is_poisoned(row, start + num - 1)
-            seen.append(_Seen(history[: start + num], poisoned))
+            poisoned = self._poisoned(row, start, num) | self._kv.read(row.table, history, start, row.owner)
+            seen.append(_Seen(history[: start + num], bool(poisoned.any())))
             writes.append((row, start, inputs, poisoned))
         for row, start, inputs, poisoned in writes:
-            self._kv.write(row.table, start, inputs, row.owner, poisoned=poisoned)
+            self._kv.write(row.table, start, inputs, row.owner, poisoned)
         return seen
 
-    def _is_poisoned(self, row: _Row, position: int) -> bool:
-        return any(position >= p.from_position and p.matches(row.join) for p in self._poisons)
+    def _poisoned(self, row: _Row, start: int, num: int) -> npt.NDArray[np.bool_]:
+        """Which of positions start … start + num − 1 come out as NaN for this row."""
+        firsts = [p.from_position for p in self._poisons if p.matches(row.join)]
+        return np.arange(start, start + num) >= min(firsts, default=self.shape.max_model_len)
 
     def _sample(self, plan: StepPlan, seen: list[_Seen], masks: LogitMasks | None) -> StepResult:
         num = plan.sample_rows.size
@@ -315,7 +317,7 @@ class PureFakeDevice:
                 np.array_equal(seen[entry].tokens, row.history),
                 f"step {plan.step}: row {r} draws from the logits of other tokens than its own",
             )
-            if seen[entry].poisoned or self._is_poisoned(row, row.size):
+            if seen[entry].poisoned or self._poisoned(row, row.size - 1, 1)[0]:
                 flags[s] = SampleFlag.NUMERIC
                 row.is_done = True
                 continue

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from pagewire.step.step import Int32Array
 
 _NOTHING: Final = -1
 
+Bools = npt.NDArray[np.bool_]
 Owner = tuple[int, int]
 """(row, epoch): one tenancy of a row."""
 
@@ -57,7 +59,7 @@ class FakeKv:
             )
         return bool(self.poisoned[blocks].reshape(-1)[:stop].any())
 
-    def write(self, table: Int32Array, start: int, tokens: Int32Array, who: Owner, *, poisoned: bool) -> None:
+    def write(self, table: Int32Array, start: int, tokens: Int32Array, who: Owner, poisoned: Bools) -> None:
         """Write `tokens` at positions start … through `table`."""
         positions = np.arange(start, start + tokens.size, dtype=np.int32)
         blocks, offsets = table[positions // self.block_size], positions % self.block_size
