@@ -8,7 +8,7 @@ from array import array
 import pytest
 from tests.gateway.bench import BYTES, accepted, done, ids_of, tokens
 
-from pagewire.errors import Draining, EngineFailed, InvalidRequest
+from pagewire.errors import Draining, EngineFailed, InvalidRequest, Overloaded
 from pagewire_client.text.text_stream import TextStream
 from pagewire_transport.messages import (
     Accepted,
@@ -19,8 +19,10 @@ from pagewire_transport.messages import (
     Finish,
     Finished,
     Generate,
+    GetStats,
     LogprobColumns,
     PromptLogprobs,
+    Stats,
     Tokens,
 )
 from pagewire_transport.params import SamplingParams
@@ -197,7 +199,7 @@ async def test_a_lost_client_is_cancelled_in_every_state(make_bench, state):
         bench.from_engine(done(number))
         assert len(bench.sent["a"]) == told
     assert bench.gateway.num_streams == 0
-    assert bench.gateway._upstream == {}
+    assert len(bench.gateway._upstream) == 0
     assert not bench.gateway.has_news
 
 
@@ -238,7 +240,7 @@ async def test_an_end_waits_for_the_tokens_before_it(bench):
     bench.from_engine(
         tokens((number, 0, 0, ids_of("ab"))), Finished(stream=number, reason="length", num_tokens=2), done(number, 2)
     )
-    assert bench.gateway._upstream == {}
+    assert len(bench.gateway._upstream) == 0
     bench.listen("a")
     assert [type(message) for message in bench.sent["a"]] == [Accepted, Tokens, Finished, Done]
     assert bench.gateway.num_streams == 0
@@ -408,6 +410,15 @@ async def test_a_client_is_welcomed_with_this_doors_limits_and_refused_while_dra
         bench.gateway.welcome()
 
 
+async def test_stats_are_the_engines_and_our_own(bench):
+    bench.start()
+    bench.gateway.ask_stats()
+    assert bench.to_engine(GetStats) == [GetStats()]
+    bench.from_engine(Stats(values={"steps_total": 5.0}))
+    stats = bench.gateway.stats()
+    assert (stats["steps_total"], stats["gateway_streams"], stats["gateway_requests_total"]) == (5.0, 1, 1)
+
+
 async def test_ready_means_that_the_engine_says_that_tokens_move(bench):
     assert bench.gateway.is_ready
     bench.engine_moves = False
@@ -430,3 +441,13 @@ async def test_a_model_without_text_serves_ids_and_refuses_stop_strings(bench):
     assert bench.of(Tokens)[0].texts == ()
     bench.client("a", Generate(stream=2, prompt_ids=b"abcd", params=SamplingParams(stop=("x",))))
     assert [(m.code, m.field) for m in bench.of(Error)] == [("unsupported", "params.stop")]
+
+
+async def test_a_link_that_takes_nothing_is_told_to_the_stream_that_needs_it(bench, monkeypatch):
+    def full(message):
+        raise Overloaded("the engine takes no messages now", retry_after_ms=5)
+
+    monkeypatch.setattr(bench.gateway._upstream, "_send", full)
+    bench.client("a", Generate(stream=7, prompt_ids=b"abcd"))
+    assert [(m.code, m.stream, m.retry_after_ms) for m in bench.of(Error)] == [("overloaded", 7, 5)]
+    assert bench.gateway.num_streams == len(bench.gateway._upstream) == 0

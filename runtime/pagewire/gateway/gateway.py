@@ -12,8 +12,6 @@ until its client was told its end, and in `_upstream` until the engine said its 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -34,10 +32,10 @@ from pagewire.errors import (
 from pagewire.gateway.client import Client
 from pagewire.gateway.columns import Run, runs
 from pagewire.gateway.stream import Choice, GatewayStream
+from pagewire.gateway.upstream import Upstream
 from pagewire_client.text.text_stream import TextStream
 from pagewire_transport.door import Connection, refusal
 from pagewire_transport.messages import (
-    MAX_STREAM,
     Accepted,
     Cancel,
     Done,
@@ -48,6 +46,7 @@ from pagewire_transport.messages import (
     FromServer,
     Generate,
     PromptLogprobs,
+    Stats,
     Timings,
     Tokens,
     Usage,
@@ -88,17 +87,16 @@ class Gateway:
         text_stream: Callable[[tuple[str, ...]], TextStream] | None,
     ) -> None:
         self._config = config
-        self._to_engine = to_engine
         self._engine_moves = engine_moves
         self._preparer = preparer
         self._text_stream = text_stream
         self._clients: dict[Connection, Client] = {}
-        self._upstream: dict[int, tuple[Client, GatewayStream]] = {}
-        self._numbers = itertools.cycle(range(1, MAX_STREAM + 1))
+        self._upstream = Upstream(to_engine)
         self._preparing: dict[GatewayStream, asyncio.Task[None]] = {}
         self._touched: dict[Client, None] = {}
         self._refusing: PagewireError | None = EngineFailed("the engine is not connected yet")
         self._engine: Welcome | None = None
+        self._engine_stats: dict[str, float] = {}
         self._num_requests = 0
 
     # ---- state --------------------------------------------------------------------------------------------------------
@@ -128,9 +126,8 @@ class Gateway:
         for client in self._clients.values():
             for number, stream in client.streams.items():
                 assert stream.number == number
-                waits_for_engine = stream.upstream in self._upstream
-                assert waits_for_engine or stream in self._preparing or stream.ending is not None, stream
-        for number, (_, stream) in self._upstream.items():
+                assert stream in self._upstream or stream in self._preparing or stream.ending is not None, stream
+        for number, stream in self._upstream:
             assert stream.upstream == number
         for stream in self._preparing:
             assert stream.upstream is None
@@ -142,12 +139,16 @@ class Gateway:
         if not isinstance(self._refusing, Draining):
             self._refusing = None
 
+    def ask_stats(self) -> None:
+        """Ask the engine for its counters; the answer is in `stats` when it has come."""
+        self._upstream.ask_stats()
+
     def engine_lost(self, error: PagewireError) -> None:
         """The engine is gone: every stream ends with `error`, new ones are refused with it."""
         if not isinstance(self._refusing, Draining):
             self._refusing = error
-        self._upstream.clear()
-        self.fail_all(error)
+        self._upstream.forget_all()
+        self._fail_all(error)
 
     def drain(self) -> None:
         """From now on new streams are refused; the open ones go on."""
@@ -156,9 +157,9 @@ class Gateway:
     def end_draining(self) -> None:
         """The time to drain is over: streams that are still open end with `draining`."""
         assert self._refusing is not None, "drain first"
-        self.fail_all(self._refusing)
+        self._fail_all(self._refusing)
 
-    def fail_all(self, error: PagewireError) -> None:
+    def _fail_all(self, error: PagewireError) -> None:
         """End every open stream with `error`."""
         for client in self._clients.values():
             for stream in list(client.streams.values()):
@@ -221,7 +222,9 @@ class Gateway:
         client.streams.clear()
 
     def stats(self) -> dict[str, float]:
+        """The gateway's own, now, and the engine's as it last told them (`ask_stats`)."""
         return {
+            **self._engine_stats,
             "gateway_connections": len(self._clients),
             "gateway_streams": self.num_streams,
             "gateway_prompts_waiting": len(self._preparing),
@@ -287,32 +290,16 @@ class Gateway:
         self._flush()
 
     def _start(self, client: Client, stream: GatewayStream, message: Generate, prompt_ids: bytes) -> None:
-        number = next(number for number in self._numbers if number not in self._upstream)
-        stream.upstream = number
-        self._upstream[number] = (client, stream)
-        asked = Generate(
-            stream=number,
-            prompt_ids=prompt_ids,
-            params=msgspec.structs.replace(message.params, stop=()),
-            priority=message.priority,
-            namespace=message.namespace,
-        )
         try:
-            self._to_engine(asked)
+            self._upstream.start(client, stream, message, prompt_ids)
         except PagewireError as error:
-            del self._upstream[number]
             self._fail(client, stream, error)
-
-    def _tell_engine(self, message: Cancel | Finish) -> None:
-        """A link that is closed or full takes nothing: then the engine is lost, and with it what this is about."""
-        with contextlib.suppress(PagewireError):
-            self._to_engine(message)
 
     def _cancel(self, client: Client, stream: GatewayStream) -> None:
         if stream.ending is not None:
             return
         if stream.upstream is not None:
-            self._tell_engine(Cancel(stream=stream.upstream))
+            self._upstream.cancel(stream)
             return
         self._leave_engine(stream)
         for index, choice in enumerate(stream.choices):
@@ -328,7 +315,7 @@ class Gateway:
         if stream.upstream is None:
             raise InvalidRequest("the stream has no tokens yet", field="at")
         if stream.choices[message.choice].finished is None:
-            self._tell_engine(Finish(stream=stream.upstream, choice=message.choice, at=message.at))
+            self._upstream.finish(stream, message.choice, message.at)
 
     # ---- from the engine ----------------------------------------------------------------------------------------------
 
@@ -342,11 +329,13 @@ class Gateway:
         elif isinstance(message, Accepted | PromptLogprobs | Finished | Done):
             known = self._upstream.get(message.stream)
             if isinstance(message, Done):
-                self._upstream.pop(message.stream, None)
+                self._upstream.forget(message.stream)
             if known is not None and known[1].ending is None:
                 self._tell(*known, message)
         elif isinstance(message, Error):
             self._engine_refused(message)
+        elif isinstance(message, Stats):
+            self._engine_stats = message.values
         self._flush()
 
     def _take(self, client: Client, stream: GatewayStream, run: Run) -> None:
@@ -357,7 +346,7 @@ class Gateway:
             self._fault(client, stream, error, "making text of tokens")
             return
         if found_stop:
-            self._tell_engine(Finish(stream=run.stream, choice=run.choice, at=stream.choices[run.choice].received))
+            self._upstream.finish(stream, run.choice, stream.choices[run.choice].received)
         self._mark(client, stream)
 
     def _tell(
@@ -377,7 +366,7 @@ class Gateway:
         self._mark(client, stream)
 
     def _engine_refused(self, message: Error) -> None:
-        known = self._upstream.pop(message.stream, None) if message.stream is not None else None
+        known = self._upstream.forget(message.stream)
         if known is None:
             if message.code == "unknown_stream":
                 return  # a `cancel` or `finish` crossed the stream's end on the way
@@ -408,8 +397,8 @@ class Gateway:
         task = self._preparing.pop(stream, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-        if stream.upstream in self._upstream and stream.ending is None:
-            self._tell_engine(Cancel(stream=stream.upstream))
+        if stream.ending is None:
+            self._upstream.cancel(stream)
 
     def _mark(self, client: Client, stream: GatewayStream) -> None:
         client.mark(stream)

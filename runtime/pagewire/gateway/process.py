@@ -29,6 +29,8 @@ _log: Final = structlog.get_logger()
 _POLL_S: Final = 0.01
 _LAST_WORDS_S: Final = 1.0
 """After the drain deadline: time for the last errors to reach clients that read slowly."""
+_STATS_S: Final = 0.5
+"""How old the engine's counters in our `stats` may be."""
 _FRESH_IPC: Final = "ipc://*"
 
 
@@ -97,7 +99,7 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         gateway.engine_ready(engine)
         _log.info("gateway_ready", endpoint=door.url, model=engine.model)
         reporter.send(Report(event="ready", endpoint=door.url, model=engine.model))
-        await stopping
+        await _until(stopping, gateway)
         await _drain(gateway, config.server.drain_timeout_ms / 1000)
         return 0
     finally:
@@ -107,6 +109,13 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         preparation.close()
         await door.close()
         await link.close()
+
+
+async def _until(stopping: asyncio.Task[bool], gateway: Gateway) -> None:
+    """Wait for the signal, and keep the engine's counters fresh meanwhile."""
+    while not stopping.done():
+        gateway.ask_stats()
+        await asyncio.wait({stopping}, timeout=_STATS_S)
 
 
 def _preparation(text: TextModel | None) -> Preparation:
