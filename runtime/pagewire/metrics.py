@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 SECONDS: Final = tuple(1e-5 * 10 ** (i / 8) for i in range(57))
-"""Upper bounds from 10 µs to 100 s, eight a decade: a quantile read from them is off by 15 % at most."""
+"""Upper bounds from 10 µs to 100 s, eight a decade: a quantile read from them is at most 33 % too high, never too low."""
 
 _M = TypeVar("_M", "Counter", "Gauge", "Histogram")
 

@@ -1,10 +1,16 @@
 """Counters, gauges, histograms."""
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 
+from pagewire.config import SchedulerConfig
+from pagewire.engine.decisions import Load
+from pagewire.engine.instruments import Instruments
 from pagewire.metrics import Histogram, Registry
+from pagewire.scheduler.scheduler import Scheduler
 
 
 def test_a_quantile_is_off_by_a_bucket_at_most():
@@ -56,3 +62,15 @@ def test_a_name_has_one_kind():
     registry.histogram("x_total")
     with pytest.raises(AssertionError, match="x_total"):
         registry.counter("x_total")
+
+
+def test_every_metric_is_documented():
+    """`docs/metrics.md` names what an engine measures, and nothing else."""
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text("utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    registry = Registry()
+    instruments = Instruments(registry)
+    scheduler = Scheduler(num_blocks=8, block_size=16, max_rows=4, max_model_len=64, config=SchedulerConfig(max_rows=4))
+    instruments.look_at(scheduler, lambda: Load(0, 0, 0, 0), lambda: True)
+    assert documented == set(registry._metrics)
