@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pagewire.models.decoder import Decoder
-from pagewire.worker.cpu_attention import Attention
+from pagewire.worker.cpu_attention import PagedAttention
 from pagewire.worker.kv_memory import KVMemory
 
 
@@ -34,7 +34,7 @@ class Paged:
         self.memory = KVMemory(
             self.decoder.config, num_blocks=self.num_blocks, block_size=self.block_size, dtype=torch.float32
         )
-        self.attention = Attention(self.decoder.config, self.memory)
+        self.attention = PagedAttention(self.decoder.config, self.memory)
         self.free = list(np.random.default_rng(self.seed).permutation(np.arange(1, self.num_blocks)))
 
     def row(self, max_tokens: int) -> Row:

@@ -6,13 +6,14 @@
 
 Whoever runs it brings `attend`, which owns the KV memory, and may bring its own `project`, the matrix product of an
 input with a weight (packed, tiled, …). Tokens of many sequences come side by side in one [T, hidden] matrix: apart from
-`attend` every operation works on each token alone.
+`attend` every operation works on each token alone. It computes in float32; weights in other types are there for those
+who bring kernels of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from pagewire.models.config import DecoderConfig, RopeConfig
 from pagewire.models.weights import DecoderWeights, LayerWeights
-from pagewire_kernels import reference
+from pagewire_kernels import cpu, reference
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, num_heads, head_dim], k [T, num_kv_heads, head_dim], v likewise) → [T, num_heads × head_dim]."""
@@ -38,6 +39,8 @@ class Decoder:
         max_model_len: longest sequence that it serves.
         cos, sin: float32 [max_model_len, head_dim / 2].
         project: the matrix product that `forward` and `logits` use.
+        tile: with a number, every operation but `attend` works on exactly so many tokens at a time, so that a token's
+            bits cannot depend on how many others there are. `forward` and `logits` then take multiples of it only.
     """
 
     def __init__(
@@ -59,6 +62,9 @@ class Decoder:
             inv_freq = inv_freq / weights.rope_factors
         self.cos, self.sin = reference.rope_tables(inv_freq, self.max_model_len)
         self.project: Project = torch.nn.functional.linear
+        self.tile: int | None = None
+        self._rope = cpu.rope_tables(self.cos, self.sin)
+        self._eps = torch.full((1,), config.norm_eps)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the final norm, [T, hidden].
@@ -69,33 +75,47 @@ class Decoder:
             attend: see `Attend`; called once a layer, in order.
         """
         weights = self.weights
-        cos, sin = self.cos[positions], self.sin[positions]
-        x = weights.embedding[token_ids]
+        turns = [table.index_select(0, positions)[:, None] for table in self._rope]
+        x = weights.embedding.index_select(0, token_ids)
+        tiles = list(self._tiles(x.shape[0]))
         for number, layer in enumerate(weights.layers):
-            q, k, v = self.before_attention(layer, x, cos, sin)
-            x = self.after_attention(layer, x, attend(number, q, k, v))
+            parts = [self._before_attention(layer, x[t], turns[0][t], turns[1][t]) for t in tiles]
+            attended = attend(number, *map(_joined, zip(*parts, strict=True)))
+            x = _joined([self._after_attention(layer, x[t], attended[t]) for t in tiles])
         return x
-
-    def before_attention(
-        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of each token, turned by its position."""
-        config = self.config
-        qkv = self.project(reference.rms_norm(x, layer.attn_norm, config.norm_eps), layer.qkv)
-        heads = qkv.view(x.shape[0], -1, config.head_dim)
-        turned = reference.rope(heads[:, : config.num_heads + config.num_kv_heads], cos, sin)
-        return turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, -config.num_kv_heads :]
-
-    def after_attention(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
-        """The rest of a layer: output projection and gated feed-forward, each added to what came in."""
-        x = x + self.project(attended, layer.attn_out)
-        inner = self.project(reference.rms_norm(x, layer.mlp_norm, self.config.norm_eps), layer.gate_up)
-        return x + self.project(reference.silu_mul(inner), layer.down)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab] of hidden states [S, hidden]."""
-        normed = reference.rms_norm(hidden, self.weights.final_norm, self.config.norm_eps)
-        return self.project(normed, self.weights.lm_head).float()
+        weights = self.weights
+        return _joined(
+            [
+                self.project(cpu.rms_norm(hidden[t], weights.final_norm, self._eps), weights.lm_head)
+                for t in self._tiles(hidden.shape[0])
+            ]
+        )
+
+    def _before_attention(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of each token, turned by its position."""
+        config = self.config
+        qkv = self.project(cpu.rms_norm(x, layer.attn_norm, self._eps), layer.qkv)
+        heads = qkv.view(x.shape[0], -1, config.head_dim)
+        turned = cpu.rope(heads[:, : config.num_heads + config.num_kv_heads], cos, sin)
+        return turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, -config.num_kv_heads :]
+
+    def _after_attention(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
+        """The rest of a layer: output projection and gated feed-forward, each added to what came in."""
+        x = self.project(attended, layer.attn_out).add_(x)
+        inner = self.project(cpu.rms_norm(x, layer.mlp_norm, self._eps), layer.gate_up)
+        return self.project(cpu.silu_mul(inner), layer.down).add_(x)
+
+    def _tiles(self, num_tokens: int) -> Iterator[slice]:
+        tile = self.tile or num_tokens
+        assert num_tokens % tile == 0, (num_tokens, tile)
+        return (slice(at, at + tile) for at in range(0, num_tokens, tile))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

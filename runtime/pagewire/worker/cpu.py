@@ -26,13 +26,16 @@ from pagewire.errors import ConfigError, InternalError
 from pagewire.models.decoder import Decoder
 from pagewire.models.load import load_model
 from pagewire.step.step import Int32Array, PromptLogprobRows, SampleFlag, StepPlan, StepResult
-from pagewire.worker.cpu_attention import Attention
+from pagewire.worker.cpu_attention import PagedAttention
+from pagewire.worker.cpu_linear import MIN_TOKENS, pack_weights
 from pagewire.worker.interface import LogitMasks, WorkerShape
 from pagewire.worker.kv_memory import KVMemory, num_blocks_for
 from pagewire.worker.row_state import RowState
 from pagewire.worker.sampler import Sampler
+from pagewire.worker.sampler_logprobs import score
 
 _T = TypeVar("_T")
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 _PROMPT_LOGITS: Final = 64
 """Positions whose logits are held at once for prompt log-probabilities."""
@@ -127,6 +130,7 @@ class _Stepper:
         dtype = decoder.weights.embedding.dtype
         if dtype != torch.float32:
             raise ConfigError(f"a CPU computes in float32, not in {dtype}", field="model.dtype")
+        pack_weights(decoder)
         model, max_rows, block_size = decoder.config, config.scheduler.max_rows, config.cache.block_size
         num_blocks = num_blocks_for(
             model,
@@ -136,7 +140,7 @@ class _Stepper:
             itemsize=dtype.itemsize,
         )
         self._memory = KVMemory(model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
-        self._attention = Attention(model, self._memory)
+        self._attention = PagedAttention(model, self._memory)
         self._rows = RowState(max_rows, -(-decoder.max_model_len // block_size))
         self._sampler = Sampler(max_rows=max_rows, vocab_size=model.vocab_size)
         self._forward: _Forward | None = None
@@ -165,57 +169,25 @@ class _Stepper:
         # Rows that stopped in an earlier step are left out: the null block stays zero, and nothing is computed for them.
         runs = ~rows.stopped[plan.rows]
         entries = np.flatnonzero(runs)
-        hidden = self._compute(plan, entries) if entries.size else torch.empty(0)
-        last = np.full(plan.rows.size, -1)  # token of each entry's last position; −1: not computed
+        hidden = self._hidden(plan, entries) if entries.size else torch.empty(0)
+        last = np.full(plan.rows.size, -1)  # token of each entry's last position
         last[entries] = np.cumsum(plan.num_tokens[entries]) - 1
         sampled, logit_rows = np.unique(plan.sample_entries, return_inverse=True)
         logits = torch.empty(0, self.shape.vocab_size)
         if sampled.size and entries.size:
-            logits = self._decoder.logits(hidden[torch.from_numpy(last[sampled])])
+            # For an entry that was left out these are another's; its samples are dropped.
+            logits = self._logits(hidden[torch.from_numpy(last[sampled])])
         self._forward = _Forward(
             step=plan.step,
             logits=logits,
             logit_rows=logit_rows,
             positions=(plan.starts + plan.num_tokens)[plan.sample_entries].astype(np.int64),
             prompt_logprobs=[
-                self._prompt_logprobs(plan, entry, top, hidden, int(last[entry]))
-                for entry, top in plan.prompt_logprobs.items()
+                self._prompt_logprobs(plan, entry, num_tops, hidden[last[entry] + 1 - plan.num_tokens[entry] :])
+                for entry, num_tops in plan.prompt_logprobs.items()
                 if runs[entry]
             ],
             elapsed_ns=time.perf_counter_ns() - begin_ns,
-        )
-
-    def _compute(self, plan: StepPlan, entries: npt.NDArray[np.intp]) -> Tensor:
-        """Hidden states [T, hidden] of the tokens of `entries`."""
-        starts, num_tokens = plan.starts[entries], plan.num_tokens[entries]
-        num_decode = int(np.searchsorted(entries, plan.num_decode))
-        decode_ids = self._rows.last_token[plan.rows[entries[:num_decode]]]
-        # Only decode entries ever stop before they are computed, so the chunks' tokens are all there.
-        token_ids = np.concatenate([decode_ids, plan.token_ids])
-        positions = _ranges(starts, num_tokens)
-        self._attention.prepare(self._rows.block_table[plan.rows[entries]], starts, num_tokens, num_decode)
-        return self._decoder.forward(torch.from_numpy(token_ids), torch.from_numpy(positions), self._attention)
-
-    def _prompt_logprobs(self, plan: StepPlan, entry: int, top: int, hidden: Tensor, last: int) -> PromptLogprobRows:
-        start, num = int(plan.starts[entry]), int(plan.num_tokens[entry])
-        targets = torch.from_numpy(
-            self._rows.prompts[int(plan.rows[entry])][start + 1 : start + num + 1].astype(np.int64)
-        )
-        hidden = hidden[last - num + 1 :][: targets.numel()]
-        chosen, top_ids, top_logprobs = [], [], []
-        for at in range(0, targets.numel(), _PROMPT_LOGITS):
-            states, ids = hidden[at : at + _PROMPT_LOGITS], targets[at : at + _PROMPT_LOGITS]
-            logprobs = self._decoder.logits(states).log_softmax(dim=-1)
-            best = logprobs.topk(top, dim=-1)
-            chosen.append(logprobs.gather(1, ids[:, None])[:, 0])
-            top_ids.append(best.indices)
-            top_logprobs.append(best.values)
-        return PromptLogprobRows(
-            entry=entry,
-            start=start,
-            chosen=torch.cat(chosen).numpy() if chosen else np.empty(0, np.float32),
-            top_ids=torch.cat(top_ids).int().numpy() if chosen else np.empty((0, top), np.int32),
-            top_logprobs=torch.cat(top_logprobs).numpy() if chosen else np.empty((0, top), np.float32),
         )
 
     def sample(self, plan: StepPlan, masks: LogitMasks | None) -> StepResult:
@@ -224,8 +196,6 @@ class _Stepper:
         forward, self._forward = self._forward, None
         if forward is None or forward.step != plan.step:
             raise InternalError(f"sampling of step {plan.step} without its forward pass")
-        if masks is not None:
-            raise InternalError("logit masks came, but nothing compiles grammars yet")
         rows = self._rows
         num_samples = plan.sample_rows.size
         flags = np.full(num_samples, SampleFlag.DROPPED, np.uint8)
@@ -235,11 +205,10 @@ class _Stepper:
         if live.size:
             drawing = plan.sample_rows[live]
             drawn = self._sampler.sample(
-                _pick(forward.logits, forward.logit_rows[live]), drawing, forward.positions[live]
+                _pick(forward.logits, forward.logit_rows[live]), drawing, forward.positions[live], _among(masks, live)
             )
-            flags[live] = drawn.flags
             has_token = (drawn.flags & SampleFlag.NUMERIC) == 0
-            counts[live] = has_token
+            flags[live], counts[live] = drawn.flags, has_token
             result.token_ids = drawn.token_ids[has_token]
             rows.last_token[drawing] = drawn.token_ids
             rows.stopped[drawing] = drawn.flags != SampleFlag.OK
@@ -249,12 +218,60 @@ class _Stepper:
         result.forward_ns = forward.elapsed_ns + time.perf_counter_ns() - begin_ns
         return result
 
+    def _hidden(self, plan: StepPlan, entries: npt.NDArray[np.intp]) -> Tensor:
+        """Hidden states of the tokens of `entries`, [their number and some padding, hidden]."""
+        starts, num_tokens = plan.starts[entries], plan.num_tokens[entries]
+        num_decode = int(np.searchsorted(entries, plan.num_decode))
+        # A row stops at a sample, and after its first one it decodes: of the chunks none was left out.
+        token_ids = np.concatenate([self._rows.last_token[plan.rows[entries[:num_decode]]], plan.token_ids])
+        positions = _ranges(starts, num_tokens)
+        self._attention.prepare(self._rows.block_table[plan.rows[entries]], starts, num_tokens, num_decode)
+        return self._decoder.forward(
+            torch.from_numpy(self._padded(token_ids)), torch.from_numpy(self._padded(positions)), self._attention
+        )
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[S, V] of [S, hidden]."""
+        num = hidden.shape[0]
+        rows = torch.from_numpy(self._padded(np.arange(num)))
+        return self._decoder.logits(hidden if rows.numel() == num else hidden[rows])[:num]
+
+    def _padded(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+        """The last value repeated, up to a number of tokens that the decoder takes."""
+        missing = max(MIN_TOKENS - values.size, 0)
+        return np.pad(values, (0, missing), mode="edge") if missing else values
+
+    def _prompt_logprobs(self, plan: StepPlan, entry: int, num_tops: int, hidden: Tensor) -> PromptLogprobRows:
+        """Of an entry whose hidden states `hidden` begins with; a bounded number of logits at a time."""
+        start, prompt = int(plan.starts[entry]), self._rows.prompts[int(plan.rows[entry])]
+        targets = prompt[start + 1 : start + int(plan.num_tokens[entry]) + 1]
+        rows = PromptLogprobRows(
+            entry=entry,
+            start=start,
+            chosen=np.empty(targets.size, np.float32),
+            top_ids=np.empty((targets.size, num_tops), np.int32),
+            top_logprobs=np.empty((targets.size, num_tops), np.float32),
+        )
+        for at in range(0, targets.size, _PROMPT_LOGITS):
+            part = slice(at, min(at + _PROMPT_LOGITS, targets.size))
+            logits = self._logits(hidden[part]).numpy()
+            rows.chosen[part], rows.top_ids[part], rows.top_logprobs[part] = score(logits, targets[part], num_tops)
+        return rows
+
 
 def _pick(logits: Tensor, rows: npt.NDArray[np.intp]) -> Tensor:
     """Rows of `logits`, without a copy where it is all of them in order (no forks, nobody dropped)."""
     if rows.size == logits.shape[0] and bool((rows == np.arange(rows.size)).all()):
         return logits
     return logits[torch.from_numpy(rows)]
+
+
+def _among(masks: LogitMasks | None, live: npt.NDArray[np.intp]) -> LogitMasks | None:
+    """The masks of the samples `live`, by their place among these."""
+    if masks is None:
+        return None
+    kept = np.isin(masks.samples, live)
+    return LogitMasks(np.searchsorted(live, masks.samples[kept]).astype(np.int32), masks.allowed[kept])
 
 
 def _ranges(starts: Int32Array, num: Int32Array) -> npt.NDArray[np.int64]:

@@ -1,7 +1,12 @@
 """Attention of one step over the paged KV memory, on a CPU.
 
-`Attention` is made once, told of each step by `prepare`, then called once a layer. Everything that is the same in all
-layers (slots, gather indices, masks) is laid out in `prepare`.
+`PagedAttention` is made once, told of each step by `prepare`, then called once a layer. Everything that is the same in
+all layers (gather indices, masks) is laid out in `prepare`.
+
+The blocks of those that attend together are gathered into one run each, and PyTorch's fused attention does the rest. In
+a pool viewed as [num_blocks × num_kv_heads, block_size × head_dim], rows in the order (sequence, head, block) make just
+the [sequence, head, position, dim] that it takes. Query heads that share a KV head attend as several queries of it, so
+that its keys and values are read once.
 """
 
 from __future__ import annotations
@@ -16,21 +21,24 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagewire.models.config import DecoderConfig
-from pagewire.step.step import Int32Array
+from pagewire.step.step import NULL_BLOCK, Int32Array
 from pagewire.worker.kv_memory import KVMemory
 
-_GROUP_FILL: Final = 0.7
-"""Decoding rows attend together while the shortest fills this share of the longest's blocks."""
+_FREE_PADDING: Final = 16
+_MAX_PADDING: Final = 0.2
+"""Rows of different lengths attend together, padded to the longest, while the padding is at most so many blocks (which
+cost what another call does) or this share of all."""
 
 
 @dataclass(slots=True)
 class _Decode:
-    """Rows that attend together, one query each."""
+    """Sequences that attend together, one query each."""
 
-    queries: Tensor  # int64 [b]
+    queries: Tensor | None  # int64 [b]; None: the first b, in order
+    size: int  # b
     index: Tensor  # int64 [b × num_kv_heads × n]
-    mask: Tensor  # [b, 1, 1, n × block_size]
-    num_blocks: int  # n
+    mask: Tensor | None  # [b, 1, 1, n × block_size]; None: all that is gathered, up to `length`
+    length: int
 
 
 @dataclass(slots=True)
@@ -44,7 +52,7 @@ class _Chunk:
     mask: Tensor | None  # bool [queries, length]; None: causal from position 0
 
 
-class Attention:
+class PagedAttention:
     """Writes the keys and values of a step's tokens and lets their queries attend.
 
     Args:
@@ -53,15 +61,13 @@ class Attention:
     """
 
     def __init__(self, config: DecoderConfig, memory: KVMemory) -> None:
-        self._config = config
         self._memory = memory
-        size = memory.block_size * memory.head_dim
-        self._key_blocks = [pool.view(-1, size) for pool in memory.keys]
-        self._value_blocks = [pool.view(-1, size) for pool in memory.values]
-        self._key_slots = [pool.view(-1, memory.head_dim) for pool in memory.keys]
-        self._value_slots = [pool.view(-1, memory.head_dim) for pool in memory.values]
-        self._heads = np.arange(memory.num_kv_heads)
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._heads, self._group, self._dim = config.num_kv_heads, config.group_size, config.head_dim
+        width = memory.block_size * memory.head_dim
+        self._keys = [pool.view(-1, width) for pool in memory.keys]
+        self._values = [pool.view(-1, width) for pool in memory.values]
+        self._head_range = np.arange(self._heads)[:, None]
+        self._num_tokens = 0
         self._decodes: list[_Decode] = []
         self._chunks: list[_Chunk] = []
 
@@ -74,16 +80,9 @@ class Attention:
             num_tokens: int32 [B]; 1 for the first `num_decode`.
             num_decode: entries that decode.
         """
-        entry = np.repeat(np.arange(starts.size), num_tokens)
-        offset = np.arange(entry.size) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
-        positions = starts[entry] + offset
-        blocks = tables[entry, positions // self._memory.block_size]
-        within = positions % self._memory.block_size
-        self._clear_fresh(blocks, within)
-        rows = (blocks[:, None] * self._memory.num_kv_heads + self._heads) * self._memory.block_size + within[:, None]
-        self._slots = torch.from_numpy(rows.astype(np.int64).ravel())
-        lengths = starts + num_tokens
-        self._decodes = self._group(tables, lengths[:num_decode])
+        self._memory.prepare_write(tables, starts, num_tokens)
+        self._num_tokens = int(num_tokens.sum())
+        self._decodes = self._decode_groups(tables, starts[:num_decode] + 1)
         self._chunks, first = [], num_decode
         for e in range(num_decode, starts.size):
             last = first + int(num_tokens[e])
@@ -91,69 +90,88 @@ class Attention:
             first = last
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `pagewire.models.decoder.Attend`."""
-        self._key_slots[layer].index_copy_(0, self._slots, k.reshape(-1, self._memory.head_dim))
-        self._value_slots[layer].index_copy_(0, self._slots, v.reshape(-1, self._memory.head_dim))
-        out = torch.empty(q.shape, dtype=q.dtype)
+        """See `pagewire.models.decoder.Attend`. Tokens past the prepared ones are padding: their output is finite."""
+        num = self._num_tokens
+        self._memory.write(layer, k[:num], v[:num])
+        if not self._chunks and len(self._decodes) == 1 and q.shape[0] == num:
+            return self._decode(layer, q, self._decodes[0])
+        out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
         for decode in self._decodes:
-            out[decode.queries] = self._decode(layer, q[decode.queries], decode)
+            if decode.queries is None:
+                out[: decode.size] = self._decode(layer, q[: decode.size], decode)
+            else:
+                out[decode.queries] = self._decode(layer, q[decode.queries], decode)
         for chunk in self._chunks:
             out[chunk.first : chunk.last] = self._prefill(layer, q[chunk.first : chunk.last], chunk)
-        return out.view(q.shape[0], -1)
+        return out
 
     def _decode(self, layer: int, q: Tensor, decode: _Decode) -> Tensor:
-        b, heads, dim = q.shape[0], self._memory.num_kv_heads, self._memory.head_dim
-        k = self._key_blocks[layer].index_select(0, decode.index).view(b, heads, -1, dim)
-        v = self._value_blocks[layer].index_select(0, decode.index).view(b, heads, -1, dim)
-        # Query heads that share a KV head stand beside one another: they attend as if they were several queries of it.
-        grouped = q.reshape(b, heads, -1, dim)
-        return scaled_dot_product_attention(grouped, k, v, attn_mask=decode.mask).reshape(q.shape)
+        shape = (decode.size, self._heads, -1, self._dim)
+        k = self._keys[layer].index_select(0, decode.index).view(shape)
+        v = self._values[layer].index_select(0, decode.index).view(shape)
+        if decode.mask is None:
+            k, v = k[:, :, : decode.length], v[:, :, : decode.length]
+        out = scaled_dot_product_attention(q.reshape(shape), k, v, attn_mask=decode.mask)
+        return out.reshape(decode.size, -1)
 
     def _prefill(self, layer: int, q: Tensor, chunk: _Chunk) -> Tensor:
-        heads, dim = self._memory.num_kv_heads, self._memory.head_dim
-        k = self._key_blocks[layer].index_select(0, chunk.index).view(1, heads, -1, dim)[:, :, : chunk.length]
-        v = self._value_blocks[layer].index_select(0, chunk.index).view(1, heads, -1, dim)[:, :, : chunk.length]
-        return scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
-        )[0].transpose(0, 1)
+        num = q.shape[0]
+        k, v = (
+            pool[layer].index_select(0, chunk.index).view(self._heads, 1, -1, self._dim)[:, :, : chunk.length]
+            for pool in (self._keys, self._values)
+        )
+        grouped = q.view(num, self._heads, self._group, self._dim).permute(1, 2, 0, 3)
+        spread = (self._heads, self._group, chunk.length, self._dim)  # strides of 0: nothing is copied
+        out = scaled_dot_product_attention(
+            grouped, k.expand(spread), v.expand(spread), attn_mask=chunk.mask, is_causal=chunk.mask is None
+        )
+        return out.permute(2, 0, 1, 3).reshape(num, -1)
 
-    def _clear_fresh(self, blocks: Int32Array, within: npt.NDArray[np.integer]) -> None:
-        """Zero the blocks whose first position is written now; see `kv_memory`."""
-        fresh = blocks[within == 0]
-        if fresh.size:
-            self._memory.clear(fresh)
-
-    def _group(self, tables: Int32Array, lengths: Int32Array) -> list[_Decode]:
+    def _decode_groups(self, tables: Int32Array, lengths: Int32Array) -> list[_Decode]:
+        """Longest first; a group ends where the next sequence would bring too much padding."""
         num_blocks = -(-lengths // self._memory.block_size)
         order = np.argsort(-num_blocks, kind="stable")
         groups, at = [], 0
         while at < order.size:
-            longest = int(num_blocks[order[at]])
-            end = at + int(np.searchsorted(-num_blocks[order[at:]], -_GROUP_FILL * longest, side="right"))
-            groups.append(self._decode_group(tables, lengths, order[at:end], longest))
-            at = end
+            blocks = num_blocks[order[at:]]
+            wide = blocks[0] * np.arange(1, blocks.size + 1)
+            padding = wide - np.cumsum(blocks)
+            fits = (padding <= _FREE_PADDING) | (padding <= _MAX_PADDING * wide)
+            size = int(fits.argmin()) or blocks.size  # the first is always fitting: 0 means that all do
+            everybody = size == order.size
+            members = np.arange(size) if everybody else order[at : at + size]
+            groups.append(self._decode_group(tables, lengths, members, int(blocks[0]), in_order=everybody))
+            at += size
         return groups
 
     def _decode_group(
-        self, tables: Int32Array, lengths: Int32Array, members: npt.NDArray[np.intp], longest: int
+        self, tables: Int32Array, lengths: Int32Array, members: npt.NDArray[np.intp], num_blocks: int, *, in_order: bool
     ) -> _Decode:
-        block_size = self._memory.block_size
         length = lengths[members][:, None]
-        # Past a row's end: the null block, which is zero; blocks allocated ahead may hold anything.
-        blocks = np.where(np.arange(longest) * block_size < length, tables[members, :longest], 0).astype(np.int64)
-        visible = np.arange(longest * block_size) < length
-        mask = torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), float("-inf"))
-        return _Decode(torch.from_numpy(members), self._index(blocks), mask[:, None, None], longest)
+        mask = None
+        if members.size > 1:
+            visible = np.arange(num_blocks * self._memory.block_size) < length
+            mask = torch.from_numpy(np.where(visible, np.float32(0), np.float32(-np.inf)))[:, None, None]
+        # Past a row's end stands the null block, which is zero; blocks allocated ahead may hold anything.
+        own = np.arange(num_blocks) * self._memory.block_size < length
+        blocks = np.where(own, tables[members, :num_blocks], NULL_BLOCK)
+        return _Decode(
+            queries=None if in_order else torch.from_numpy(members),
+            size=members.size,
+            index=self._index(blocks),
+            mask=mask,
+            length=int(lengths[members[0]]),
+        )
 
     def _chunk(self, table: Int32Array, start: int, first: int, last: int) -> _Chunk:
         length = start + last - first
-        blocks = table[None, : -(-length // self._memory.block_size)].astype(np.int64)
+        blocks = table[None, : -(-length // self._memory.block_size)]
         mask = None
         if start:
             mask = torch.from_numpy(np.arange(length) <= np.arange(start, length)[:, None])
         return _Chunk(first, last, self._index(blocks), length, mask)
 
-    def _index(self, blocks: npt.NDArray[np.int64]) -> Tensor:
+    def _index(self, blocks: Int32Array) -> Tensor:
         """[b, n] blocks → rows of a pool viewed as [num_blocks × num_kv_heads, …], ordered [b, head, n]."""
-        heads = self._memory.num_kv_heads
-        return torch.from_numpy((blocks[:, None] * heads + self._heads[:, None]).ravel())
+        rows = blocks.astype(np.int64)[:, None] * self._heads + self._head_range
+        return torch.from_numpy(rows.ravel())

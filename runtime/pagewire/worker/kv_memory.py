@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -52,14 +53,36 @@ class KVMemory:
         self.values: Final = [layer[1] for layer in self._all]
         self.num_bytes: Final = self._all.numel() * dtype.itemsize
         assert self.num_bytes == config.kv_bytes(num_blocks * block_size, dtype.itemsize)
+        self._key_slots = [pool.view(-1, config.head_dim) for pool in self.keys]
+        self._value_slots = [pool.view(-1, config.head_dim) for pool in self.values]
+        self._heads = np.arange(config.num_kv_heads)
+        self._slots = torch.empty(0, dtype=torch.int64)
+
+    def prepare_write(self, tables: Int32Array, starts: Int32Array, num_tokens: Int32Array) -> None:
+        """Lay out where the next calls of `write` put a step's tokens, and clear the blocks that these begin.
+
+        Args:
+            tables: int32 [B, max_blocks], each entry's blocks.
+            starts: int32 [B], position of its first token.
+            num_tokens: int32 [B].
+        """
+        entry = np.repeat(np.arange(starts.size), num_tokens)
+        positions = starts[entry] + np.arange(entry.size) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
+        blocks, within = tables[entry, positions // self.block_size], positions % self.block_size
+        fresh = blocks[within == 0]
+        if fresh.size:
+            self._all.index_fill_(2, _index(fresh), 0)
+        slots = (blocks[:, None] * self.num_kv_heads + self._heads) * self.block_size + within[:, None]
+        self._slots = _index(slots.ravel())
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of the prepared tokens, [T, num_kv_heads, head_dim]."""
+        self._key_slots[layer].index_copy_(0, self._slots, k.reshape(-1, self.head_dim))
+        self._value_slots[layer].index_copy_(0, self._slots, v.reshape(-1, self.head_dim))
 
     def copy(self, src: Int32Array, dst: Int32Array) -> None:
         """Copy whole blocks, in all layers; all are read before any is written."""
         self._all[:, :, _index(dst)] = self._all[:, :, _index(src)]
-
-    def clear(self, blocks: Int32Array) -> None:
-        """Zero blocks, in all layers."""
-        self._all.index_fill_(2, _index(blocks), 0)
 
 
 def num_blocks_for(
@@ -100,5 +123,5 @@ def available_memory() -> int:
     return max(free, 0)
 
 
-def _index(blocks: Int32Array) -> Tensor:
+def _index(blocks: npt.NDArray[np.integer]) -> Tensor:
     return torch.from_numpy(blocks.astype(np.int64))
