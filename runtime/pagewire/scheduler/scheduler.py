@@ -301,7 +301,7 @@ class Scheduler:
             self.memory.fork(leader, shared, followers)
         for i, follower in enumerate(followers):
             follower.leader = None
-            follower.num_cached = leader.num_prompt
+            follower.num_cached = leader.num_cached
             follower.first_scheduled_ns = leader.first_scheduled_ns
             row = self.batch.place(follower)
             blocks = np.concatenate([shared, tails[i : i + tail.size]])
