@@ -12,7 +12,15 @@ import sys
 import numpy as np
 import pytest
 
-from pagewire.worker.philox import GUMBEL_MAX, GUMBEL_MIN, gumbel, noise_words, philox4x32, uniform
+from pagewire.worker.philox import (
+    GUMBEL_MAX,
+    GUMBEL_MIN,
+    gumbel,
+    least_word_above,
+    noise_words,
+    philox4x32,
+    uniform,
+)
 
 # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, result.
 KNOWN = [
@@ -47,7 +55,7 @@ def test_known_answers(counter, key, result):
 def test_words_are_those_of_the_paper(seed, position):
     groups = np.array([0, 1, 7, 12287, 2**29], np.uint64)
     words = noise_words(np.uint64(seed), np.uint64(position), groups)
-    for group, lanes in zip(groups.tolist(), words.tolist(), strict=True):
+    for group, lanes in zip(groups.tolist(), words.T.tolist(), strict=True):
         assert lanes == [naive(seed, position, 4 * group + lane) for lane in range(4)]
 
 
@@ -57,7 +65,7 @@ def test_one_key_each_gives_what_each_key_gives_alone():
     groups = np.array([5, 6, 7, 8], np.uint64)
     together = noise_words(seeds, positions, groups)
     for i in range(4):
-        assert (together[i] == noise_words(seeds[i], positions[i], groups[i : i + 1])[0]).all()
+        assert (together[:, i] == noise_words(seeds[i], positions[i], groups[i : i + 1])[:, 0]).all()
 
 
 def test_uniform_is_exact_and_never_zero_or_one():
@@ -83,6 +91,16 @@ def test_gumbel_does_not_depend_on_where_a_word_lies():
         assert (gumbel(words[start:stop]) == whole[start:stop]).all()
 
 
+@pytest.mark.parametrize("noise", [-1000.0, -2.9, -2.0, 0.0, 0.5, 3.0, 9.0, 16.0, 16.6, 17.0, 1000.0])
+def test_least_word_above_leaves_out_no_word_that_counts(noise):
+    least = int(least_word_above(noise))
+    below = np.arange(max(0, least - 5000), least, dtype=np.uint32)
+    assert (gumbel(below) <= noise).all()
+    if GUMBEL_MIN < noise < GUMBEL_MAX - 0.1:
+        tail = 1 - least / 2**32
+        assert tail <= (1 - math.exp(-math.exp(-noise))) * 1.02 + 2**-21, "nor does it keep many that do not"
+
+
 def test_gumbel_has_the_moments_of_its_distribution():
     noise = gumbel(noise_words(np.uint64(11), np.uint64(4), np.arange(50_000, dtype=np.uint64))).astype(np.float64)
     assert noise.mean() == pytest.approx(0.577216, abs=0.01)
@@ -104,4 +122,4 @@ def test_a_triton_kernel_draws_the_same_words():
     assert run.returncode == 0, run.stderr
     for (seed, position, num_groups), words in zip(cases, json.loads(run.stdout), strict=True):
         ours = noise_words(np.uint64(seed), np.uint64(position), np.arange(num_groups, dtype=np.uint64))
-        assert ours.tolist() == words
+        assert ours.T.tolist() == words

@@ -18,7 +18,7 @@ import torch
 
 from pagewire.step.step import Float32Array, Int32Array, LogprobRows, RowJoin, SampleFlag
 from pagewire.worker.interface import LogitMasks
-from pagewire.worker.sampler_draw import REACH, Candidates, Int64Array, draw
+from pagewire.worker.sampler_draw import Draws, Int64Array, draw
 from pagewire.worker.sampler_filters import top_k_floor, top_p_floor
 from pagewire.worker.sampler_logprobs import score
 from pagewire.worker.sampler_penalties import penalise
@@ -151,35 +151,36 @@ class Sampler:
         is_raw = drawing.copy()
         is_raw[changed] = False
         of_raw, of_adjusted = np.flatnonzero(is_raw), changed[drawing[changed]]
-        samples = np.concatenate([of_raw, of_adjusted])
         # Copying rows is dearer than looking at them, so it is done only where some do not draw.
         sources = (
             (raw if of_raw.size == len(raw) else raw[of_raw], of_raw),
             (adjusted if of_adjusted.size == changed.size else adjusted[drawing[changed]], of_adjusted),
         )
-        parts = [
-            Candidates.above(logits, self._floors(logits, rows[of], tops[of])) for logits, of in sources if of.size
-        ]
-        state, owners = self._rows, rows[samples]
-        token_ids[samples] = draw(
-            Candidates.joined(parts),
-            tops[samples],
-            state.temperature[owners],
-            state.seed[owners],
-            positions[samples].astype(np.uint64),
-        )
+        for logits, samples in sources:
+            if samples.size:
+                owners = rows[samples]
+                token_ids[samples] = draw(
+                    Draws(
+                        logits=logits,
+                        floors=self._floors(logits, owners, tops[samples]),
+                        tops=tops[samples],
+                        temperatures=self._rows.temperature[owners],
+                        seeds=self._rows.seed[owners],
+                        positions=positions[samples].astype(np.uint64),
+                    )
+                )
 
     def _floors(self, logits: Float32Array, rows: Int32Array, tops: Float32Array) -> Float32Array:
-        """The least logit that may be drawn from each row of `logits`, float32 [n, V]."""
+        """The least logit that top-k, top-p and min-p leave in each row of `logits`, float32 [n, V]."""
         state = self._rows
         temperature, top_k, top_p = state.temperature[rows], state.top_k[rows], state.top_p[rows]
-        floors = np.maximum(tops - REACH * temperature, (tops + temperature * state.log_min_p[rows]).astype(np.float32))
+        floors = (tops + temperature * state.log_min_p[rows]).astype(np.float32)
         for i in np.flatnonzero((top_k > 0) | (top_p < 1)):
             kept = logits[i]
             if top_k[i] > 0:
                 floor = top_k_floor(kept, tops[i], int(top_k[i]))
                 floors[i] = max(floors[i], floor)
-                kept = kept[kept >= floor]
+                kept = np.compress(kept >= floor, kept)
             if top_p[i] < 1:
                 floors[i] = max(floors[i], top_p_floor(kept, tops[i], temperature[i], float(top_p[i])))
         return floors
