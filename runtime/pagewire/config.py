@@ -40,9 +40,7 @@ class CacheConfig(_Section, kw_only=True):
     """KV memory."""
 
     block_size: Annotated[Literal[16, 32, 64], msgspec.Meta(description="tokens in a block")] = 16
-    kv_bytes: Annotated[
-        int, msgspec.Meta(ge=0, description="bytes for KV blocks; 0: what suits the machine")
-    ] = 0
+    kv_bytes: Annotated[int, msgspec.Meta(ge=0, description="bytes for KV blocks; 0: what suits the machine")] = 0
     prefix_cache: Annotated[bool, msgspec.Meta(description="keep and share the KV of common prefixes")] = True
 
 
@@ -59,7 +57,9 @@ class SchedulerConfig(_Section, kw_only=True):
         int, msgspec.Meta(ge=1, description="after so many preemptions a sequence is not chosen again")
     ] = 3
     overlap: Annotated[bool, msgspec.Meta(description="plan one step ahead of the worker")] = True
-    seed: Annotated[int, msgspec.Meta(ge=0, description="seeds the draw of missing request seeds; 0: from the system")] = 0
+    seed: Annotated[
+        int, msgspec.Meta(ge=0, description="seeds the draw of missing request seeds; 0: from the system")
+    ] = 0
 
 
 class EngineConfig(_Section, kw_only=True):
