@@ -101,35 +101,42 @@ class Delivery:
 
     def _deliver(self, outcome: StepOutcome) -> None:
         table, slots = self._table, outcome.slots
-        layout = table.layout(slots)
-        lags = table.sent[slots] != outcome.starts
-        has_lags = bool(lags.any())
-        columns = OutcomeColumns(outcome, layout.order)
+        layout = table.layout(slots, self._by_index)
+        columns = OutcomeColumns(outcome, layout.order, layout.ones)
+        lags = None if outcome.starts.tobytes() == layout.cursors else table.sent[slots] != outcome.starts
+        starts, ids, is_plain = columns.starts, columns.ids, columns.is_plain
         late: list[Part] = []
         for part in layout.parts:
-            reader = self._by_index[part.reader]
-            assert reader is not None
-            if reader.is_behind or reader.connection.is_blocked or (has_lags and lags[layout.entries(part)].any()):
+            reader = part.reader
+            if (
+                reader.is_behind
+                or reader.connection.is_blocked
+                or (lags is not None and lags[layout.entries(part)].any())
+            ):
                 late.append(part)
                 continue
             try:
-                reader.connection.send_frame(encode(columns.tokens(part.begin, part.end, part.streams, part.choices)))
+                if is_plain:
+                    frame = part.frame(starts, ids)
+                else:
+                    frame = encode(columns.tokens(part.begin, part.end, part.streams, part.choices))
+                reader.connection.send_frame(frame)
             except Exception as error:  # noqa: BLE001  (F7: a fault about one reader is nobody else's)
                 self._fault(reader, error)
+        until = outcome.starts + outcome.counts
         if not late:
-            table.sent[slots] = outcome.starts + outcome.counts
+            layout.cursors = until.tobytes()
             return
         is_sent = np.ones(slots.size, np.bool_)
         for part in late:
             is_sent[layout.entries(part)] = False
-        table.sent[slots[is_sent]] = (outcome.starts + outcome.counts)[is_sent]
+        table.sent[slots[is_sent]] = until[is_sent]
         for part in late:
             self._fall_behind(outcome, part, layout.entries(part))
 
     def _fall_behind(self, outcome: StepOutcome, part: Part, entries: Entries) -> None:
         """Leave a reader's cursors where they are, keep what the ledger does not hold, serve it when it can take it."""
-        reader = self._by_index[part.reader]
-        assert reader is not None
+        reader = part.reader
         reader.is_behind = True
         rows = outcome.logprobs
         if rows is not None:

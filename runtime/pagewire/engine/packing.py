@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from pagewire.scheduler.outcome import StepOutcome
 from pagewire.step.step import Int32Array, LogprobRows
+from pagewire_transport.codec import encode
 from pagewire_transport.messages import LogprobColumns, Tokens
 
 
@@ -49,36 +50,70 @@ def logprob_columns(rows: LogprobRows, selected: npt.NDArray[Any], entries: npt.
     )
 
 
+class FrameTemplate:
+    """A `tokens` frame of one token for each of the same streams, whose starts and ids alone change from step to step.
+
+    Built from what the codec makes of such a message, and cut where the two columns stand. Filling it in takes 0.4 µs,
+    building and encoding the struct 3; a step pays that for every connection.
+    """
+
+    __slots__ = ("_head", "_middle", "_tail")
+
+    def __init__(self, streams: bytes, choices: bytes) -> None:
+        empty = encode(Tokens(streams=streams, starts=b"", ids=b"", choices=choices))
+        tail = encode(Tokens(streams=b"", starts=b"", ids=b"", choices=choices))
+        length = len(tail) - len(encode(Tokens(streams=b"", starts=b"", ids=b"")))
+        keys = [b"\xa6starts", b"\xa3ids"]
+        size = _bin(len(streams))
+        self._head = empty[: len(empty) - length - sum(map(len, keys)) - 2 * len(_bin(0))] + keys[0] + size
+        self._middle = keys[1] + size
+        self._tail = empty[len(empty) - length :]
+
+    def fill(self, starts: bytes, ids: bytes) -> bytes:
+        """The frame; both columns are as long as `streams`."""
+        return b"".join((self._head, starts, self._middle, ids, self._tail))
+
+
+def _bin(size: int) -> bytes:
+    """MessagePack's head of `size` bytes."""
+    if size < 1 << 8:
+        return b"\xc4" + size.to_bytes(1, "big")
+    return b"\xc5" + size.to_bytes(2, "big") if size < 1 << 16 else b"\xc6" + size.to_bytes(4, "big")
+
+
 class OutcomeColumns:
     """The columns of an outcome in the order of its layout, packed once; a reader's message is slices of them.
 
     Args:
         outcome: with at least one entry.
         order: entries sorted by reader; None: as they are.
+        ones: what the bytes of `counts` are if each entry has one token.
     """
 
-    __slots__ = ("_counts", "_ends", "_ids", "_order", "_outcome", "_starts")
+    __slots__ = ("_counts", "_ends", "_order", "_outcome", "ids", "is_plain", "starts")
 
-    def __init__(self, outcome: StepOutcome, order: npt.NDArray[np.intp] | None) -> None:
+    def __init__(self, outcome: StepOutcome, order: npt.NDArray[np.intp] | None, ones: bytes) -> None:
         starts, counts, ids = outcome.starts, outcome.counts, outcome.token_ids
-        is_single = ids.size == counts.size and bool(counts.all())
+        is_single = counts.tobytes() == ones
         if order is not None:
             ids = ids[order] if is_single else ragged_take(ids, counts, order)
             starts, counts = starts[order], counts[order]
         self._outcome = outcome
         self._order = order
-        self._starts = u32(starts)
-        self._ids = u32(ids)
+        self.starts = u32(starts)
+        self.ids = u32(ids)
         self._counts = b"" if is_single else u16(counts)
         self._ends = None if is_single else [0, *np.cumsum(counts).tolist()]
+        self.is_plain = is_single and outcome.logprobs is None
+        """One token an entry and nothing else: entry e is bytes 4e … 4e + 3 of both columns, and a template fits."""
 
     def tokens(self, begin: int, end: int, streams: bytes, choices: bytes) -> Tokens:
         """The message of entries `begin` … `end` − 1, which are of these streams and choices."""
         first, last = (begin, end) if self._ends is None else (self._ends[begin], self._ends[end])
         return Tokens(
             streams=streams,
-            starts=self._starts[4 * begin : 4 * end],
-            ids=self._ids[4 * first : 4 * last],
+            starts=self.starts[4 * begin : 4 * end],
+            ids=self.ids[4 * first : 4 * last],
             counts=self._counts[2 * begin : 2 * end],
             choices=choices,
             logprobs=None if self._outcome.logprobs is None else self._logprobs(self._outcome.logprobs, begin, end),

@@ -153,8 +153,9 @@ class WireServer:
         while self._has_news() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         self._core.sinks.remove(self)
-        for connection in list(self._readers):
-            self.on_lost(connection, Draining("the engine is closing"))
+        for reader in self._readers.values():
+            self._delivery.remove_reader(reader)
+        self._readers.clear()
         await door.close()
 
     def _has_news(self) -> bool:

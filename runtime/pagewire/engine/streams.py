@@ -20,13 +20,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pagewire.engine.packing import KeptLogprob, f32, u16, u32
+from pagewire.engine.packing import FrameTemplate, KeptLogprob, f32, u16, u32
 from pagewire.errors import PagewireError
 from pagewire.request.request import Request
 from pagewire.scheduler.sequence import Sequence
 from pagewire.step.step import Int32Array, PromptLogprobRows
+from pagewire_transport.codec import encode
 from pagewire_transport.door import Connection
-from pagewire_transport.messages import Done, Finished, PromptLogprobs, Timings, Usage
+from pagewire_transport.messages import Done, Finished, PromptLogprobs, Timings, Tokens, Usage
 
 NO_READER: Final = -1
 NO_SLOT: Final = -1
@@ -158,22 +159,42 @@ class PromptLogprobStore:
 class Part:
     """What one reader gets of an outcome: entries `begin` … `end` − 1 of the layout's order."""
 
-    reader: int
+    reader: Reader
     begin: int
     end: int
     streams: bytes
     choices: bytes
+    template: FrameTemplate | None = None
+    """Made when the layout is met a second time: until then it would cost more than it saves."""
+
+    def frame(self, starts: bytes, ids: bytes) -> bytes:
+        """The part's `tokens` frame, one token an entry, from the columns of the whole outcome."""
+        mine = slice(4 * self.begin, 4 * self.end)
+        if self.template is None:
+            return encode(Tokens(streams=self.streams, starts=starts[mine], ids=ids[mine], choices=self.choices))
+        return self.template.fill(starts[mine], ids[mine])
 
 
 @dataclass(slots=True)
 class Layout:
-    """How the entries of an outcome fall to readers. The same from step to step while nobody joins or leaves."""
+    """How the entries of an outcome fall to readers. The same from step to step while nobody joins or leaves.
 
-    slots: Int32Array
+    Attributes:
+        key: the entries' slots, as bytes: comparing those is several times faster than comparing arrays.
+        cursors: while set, the entries' cursors, as bytes, in place of the table's. It is what the next outcome's `starts`
+            must be if nobody lags.
+        ones: counts of an outcome with one token an entry, as bytes.
+        order: entries sorted by reader; None where all are of one.
+    """
+
+    key: bytes
     version: int
+    slots: Int32Array
+    cursors: bytes | None
+    ones: bytes
     order: npt.NDArray[np.intp] | None
-    """Entries sorted by reader; None where all are of one."""
     parts: list[Part]
+    is_repeated: bool = False
 
     def entries(self, part: Part) -> Entries:
         """The part's entries, as an index into the outcome's arrays."""
@@ -187,10 +208,20 @@ class StreamTable:
         self.reader = np.full(capacity, NO_READER, np.int32)
         self.stream = np.zeros(capacity, np.uint32)
         self.choice = np.zeros(capacity, np.uint16)
-        self.sent = np.zeros(capacity, np.int32)
         self.choices: list[Choice | None] = [None] * capacity
         self.version = 0
-        self._layout = Layout(np.empty(0, np.int32), -1, None, [])
+        self._sent = np.zeros(capacity, np.int32)
+        nothing = np.empty(0, np.int32)
+        self._layout = Layout(b"", 0, nothing, None, b"", None, [])
+
+    @property
+    def sent(self) -> Int32Array:
+        """The cursors, by slot."""
+        layout = self._layout
+        if layout.cursors is not None:
+            self._sent[layout.slots] = np.frombuffer(layout.cursors, np.int32)
+            layout.cursors = None
+        return self._sent
 
     def add(self, choice: Choice) -> None:
         """Take the row `choice.slot`, whose last owner has ended."""
@@ -229,29 +260,35 @@ class StreamTable:
         else:
             self.sent[choice.slot] = sent
 
-    def layout(self, slots: Int32Array) -> Layout:
-        """How entries with these slots fall to readers. O(1) array operations; without joins and leaves, two."""
+    def layout(self, slots: Int32Array, readers: list[Reader | None]) -> Layout:
+        """How entries with these slots fall to `readers` (by index)."""
+        key = slots.tobytes()
         last = self._layout
-        if last.version == self.version and np.array_equal(last.slots, slots):
+        if last.key == key and last.version == self.version:
+            if not last.is_repeated:
+                last.is_repeated = True
+                for part in last.parts:
+                    part.template = FrameTemplate(part.streams, part.choices)
             return last
-        if slots.size:
-            self._reach(int(slots.max()))
-        readers = self.reader[slots]
-        order = None
-        if slots.size and (readers != readers[0]).any():
-            order = np.argsort(readers, kind="stable")
-            slots_in_order, readers = slots[order], readers[order]
-        else:
-            slots_in_order = slots
-        begins = np.flatnonzero(np.diff(readers, prepend=NO_READER - 1)).tolist()
-        streams, numbers = u32(self.stream[slots_in_order]), self.choice[slots_in_order]
+        if not slots.size:
+            return Layout(key, self.version, slots, None, b"", None, [])
+        self._reach(int(slots.max()))
+        indices, order, in_order, begins = self.reader[slots], None, slots, [0]
+        if (indices != indices[0]).any():
+            order = np.argsort(indices, kind="stable")
+            in_order, indices = slots[order], indices[order]
+            begins += (np.flatnonzero(indices[1:] != indices[:-1]) + 1).tolist()
+        streams, numbers = u32(self.stream[in_order]), self.choice[in_order]
         choices = u16(numbers) if numbers.any() else b""
-        parts = [
-            Part(index, begin, end, streams[4 * begin : 4 * end], choices[2 * begin : 2 * end])
-            for index, begin, end in zip(readers[begins].tolist(), begins, [*begins[1:], slots.size], strict=True)
-            if index != NO_READER
-        ]
-        self._layout = Layout(slots.copy(), self.version, order, parts)
+        parts = []
+        for begin, end in zip(begins, [*begins[1:], slots.size], strict=True):
+            index = int(indices[begin])
+            reader = readers[index] if index != NO_READER else None
+            if reader is not None:
+                parts.append(Part(reader, begin, end, streams[4 * begin : 4 * end], choices[2 * begin : 2 * end]))
+        cursors = self.sent[slots].tobytes()  # first: it settles the last layout's
+        ones = last.ones if len(last.ones) == len(key) else np.ones(slots.size, np.int32).tobytes()
+        self._layout = Layout(key, self.version, slots.copy(), cursors, ones, order, parts)
         return self._layout
 
     def _reach(self, slot: int) -> None:
@@ -262,5 +299,5 @@ class StreamTable:
         self.reader = np.concatenate([self.reader, np.full(more, NO_READER, np.int32)])
         self.stream = np.concatenate([self.stream, np.zeros(more, np.uint32)])
         self.choice = np.concatenate([self.choice, np.zeros(more, np.uint16)])
-        self.sent = np.concatenate([self.sent, np.zeros(more, np.int32)])
+        self._sent = np.concatenate([self.sent, np.zeros(more, np.int32)])
         self.choices.extend([None] * more)
