@@ -10,6 +10,7 @@ starts with the few tokens there and widens only where they do not suffice.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -38,25 +39,24 @@ def top_p_floor(kept: Float32Array, top: np.float32, temperature: np.float32, p:
 
     Weights are float32, their sums float64.
     """
-    target = p * float(weights(kept, top, temperature).sum(dtype=np.float64))
+    mass = weights(kept, top, temperature)
+    target = p * mass.sum(dtype=np.float64)
+    head = mass
     for depth in _DEPTHS:
-        head = np.compress(kept >= top - np.float32(depth) * temperature, kept)
-        floor = _floor_reaching(head, top, temperature, target)
-        if floor is not None:
-            return floor
-    floor = _floor_reaching(kept, top, temperature, target)
-    return floor if floor is not None else kept.min()  # p so near to 1 that rounding decides: all of it stays
+        narrow = np.compress(mass >= np.float32(math.exp(-depth)), mass)
+        if narrow.sum(dtype=np.float64) >= target:
+            head = narrow
+            break
+    descending = np.sort(head)[::-1]
+    at = np.searchsorted(np.cumsum(descending, dtype=np.float64), target)
+    least = descending[min(int(at), descending.size - 1)]  # p so near to 1 that rounding decides: all of it stays
+    floor: np.float32 = np.compress(mass >= least, kept).min()
+    return floor
 
 
 def weights(logits: Float32Array, top: np.float32, temperature: np.float32) -> Float32Array:
     """Unnormalised probabilities, 1 for the maximum."""
-    scaled = (logits - top) / temperature
+    scaled = logits - top
+    if temperature != 1:
+        scaled /= temperature
     return np.exp(scaled, out=scaled)
-
-
-def _floor_reaching(head: Float32Array, top: np.float32, temperature: np.float32, target: float) -> np.float32 | None:
-    """The logit at which the mass of `head`, most likely first, reaches `target`; None where all of it does not."""
-    descending = np.sort(head)[::-1]
-    mass = np.cumsum(weights(descending, top, temperature), dtype=np.float64)
-    at = int(np.searchsorted(mass, target))
-    return descending[at] if at < descending.size else None
