@@ -197,7 +197,7 @@ def test_convert_is_as_strict_as_the_wire():
     assert caught.value.field == "temprature"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200).flatmap(lambda b: st.sampled_from([b, b"\1" + b])))
 def test_any_bytes(bytes_):
     survives(bytes_)
@@ -227,7 +227,7 @@ NAMES = [
 KINDS = ["hello", "generate", "cancel", "finish", "ping", "goodbye", "get_stats", "tokens", "done", "error"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(KINDS),
     st.dictionaries(st.sampled_from(NAMES), plain, max_size=4),
@@ -238,7 +238,7 @@ def test_any_values_in_known_fields(kind, fields, params):
     survives(frame(**{**fields, "t": kind}))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from([encode(m) for m in CLIENT + SERVER]), st.data())
 def test_valid_frames_with_wrong_bytes(good, data):
     changed = bytearray(good)

@@ -103,8 +103,9 @@ class Delivery:
         table, slots = self._table, outcome.slots
         layout = table.layout(slots, self._by_index)
         columns = OutcomeColumns(outcome, layout.order, layout.ones)
-        lags = None if outcome.starts.tobytes() == layout.cursors else table.sent[slots] != outcome.starts
         starts, ids, is_plain = columns.starts, columns.ids, columns.is_plain
+        expected = starts if layout.order is None else outcome.starts.tobytes()
+        lags = None if expected == layout.cursors else table.sent[slots] != outcome.starts
         late: list[Part] = []
         for part in layout.parts:
             reader = part.reader

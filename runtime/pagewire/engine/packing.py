@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,20 +13,27 @@ from pagewire.step.step import Int32Array, LogprobRows
 from pagewire_transport.codec import encode
 from pagewire_transport.messages import LogprobColumns, Tokens
 
+_U16: Final = np.dtype("<u2")
+_U32: Final = np.dtype("<u4")
+_I32: Final = np.dtype("<i4")
+_F32: Final = np.dtype("<f4")
+
 
 def u16(values: npt.NDArray[Any]) -> bytes:
     """As uint16."""
-    return values.astype("<u2", copy=False).tobytes()
+    return values.astype(_U16, copy=False).tobytes()
 
 
 def u32(values: npt.NDArray[Any]) -> bytes:
     """As uint32; negative values are the caller's error."""
-    return values.astype("<i4" if values.dtype.kind == "i" else "<u4", copy=False).tobytes()
+    if values.dtype is _I32 or values.dtype is _U32:
+        return values.tobytes()
+    return values.astype(_I32 if values.dtype.kind == "i" else _U32, copy=False).tobytes()
 
 
 def f32(values: npt.NDArray[Any]) -> bytes:
     """As float32."""
-    return values.astype("<f4", copy=False).tobytes()
+    return values.astype(_F32, copy=False).tobytes()
 
 
 def ragged_take(values: npt.NDArray[Any], counts: Int32Array, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
