@@ -19,7 +19,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Base of all sections."""
 
 
-class ModelConfig(_Section, kw_only=True):
+class ModelConfig(_Section, frozen=True, kw_only=True):
     """Which model, and how it is loaded."""
 
     path: Annotated[str, msgspec.Meta(description="a GGUF file, or a folder in Hugging Face layout")] = ""
@@ -36,7 +36,7 @@ class ModelConfig(_Section, kw_only=True):
     max_model_len: Annotated[int, msgspec.Meta(ge=0, description="longest sequence in tokens; 0: the model's own")] = 0
 
 
-class CacheConfig(_Section, kw_only=True):
+class CacheConfig(_Section, frozen=True, kw_only=True):
     """KV memory."""
 
     block_size: Annotated[Literal[16, 32, 64], msgspec.Meta(description="tokens in a block")] = 16
@@ -44,7 +44,7 @@ class CacheConfig(_Section, kw_only=True):
     prefix_cache: Annotated[bool, msgspec.Meta(description="keep and share the KV of common prefixes")] = True
 
 
-class SchedulerConfig(_Section, kw_only=True):
+class SchedulerConfig(_Section, frozen=True, kw_only=True):
     """What a step may hold and how long anything may wait."""
 
     max_rows: Annotated[int, msgspec.Meta(ge=1, le=8192, description="sequences running at once")] = 64
@@ -62,7 +62,7 @@ class SchedulerConfig(_Section, kw_only=True):
     ] = 0
 
 
-class EngineConfig(_Section, kw_only=True):
+class EngineConfig(_Section, frozen=True, kw_only=True):
     """The engine loop."""
 
     deterministic: Annotated[
@@ -78,7 +78,7 @@ class EngineConfig(_Section, kw_only=True):
     ] = ""
 
 
-class ServerConfig(_Section, kw_only=True):
+class ServerConfig(_Section, frozen=True, kw_only=True):
     """Doors and limits."""
 
     bind: Annotated[str, msgspec.Meta(description="where clients connect; default: ipc in a private directory")] = ""
@@ -94,7 +94,7 @@ class ServerConfig(_Section, kw_only=True):
     ] = "info"
 
 
-class Config(_Section):
+class Config(_Section, frozen=True, kw_only=True):
     """All of it."""
 
     model: ModelConfig = ModelConfig()
