@@ -1,0 +1,60 @@
+"""Gated activations of the MLP: out = act(gate) · up.
+
+    silu(x) = x / (1 + e^(−x))
+    gelu(x) = x / (1 + e^(−2 u)),  u = √(2/π) (x + 0.044715 x³)      the tanh form: ½ x (1 + tanh u)
+
+In fp32, rounded once. Bytes a row of n gates: 3 n · itemsize (gate and up read, out written).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def silu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
+    """silu(gate) · up.
+
+    Args:
+        out: [rows, n], contiguous.
+        gate_up: [rows, 2 n], contiguous, the gates before the ups.
+    """
+    _act_mul(out, gate_up, gelu=False)
+
+
+def gelu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
+    """gelu(gate) · up in the tanh form; arguments as in `silu_mul`."""
+    _act_mul(out, gate_up, gelu=True)
+
+
+def _act_mul(out: torch.Tensor, gate_up: torch.Tensor, *, gelu: bool) -> None:
+    rows, n = out.shape
+    if gate_up.shape != (rows, 2 * n):
+        raise ValueError(f"out {tuple(out.shape)} and gate_up {tuple(gate_up.shape)} do not fit")
+    if not (out.is_contiguous() and gate_up.is_contiguous()):
+        raise ValueError("out and gate_up have to be contiguous")
+    if rows == 0:
+        return
+    block = min(1024, triton.next_power_of_2(n))
+    _act_mul_kernel[(rows, triton.cdiv(n, block))](out, gate_up, N=n, BLOCK=block, GELU=gelu, num_warps=4)
+
+
+@triton.jit
+def _act_mul_kernel(
+    out_ptr,  # [rows, N]
+    gate_up_ptr,  # [rows, 2 N]
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < N
+    gate = tl.load(gate_up_ptr + row * (2 * N) + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * (2 * N) + N + i, mask=mask, other=0.0).to(tl.float32)
+    u = gate
+    if GELU:
+        u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    act = gate / (1.0 + tl.exp(-u))
+    tl.store(out_ptr + row * N + i, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
