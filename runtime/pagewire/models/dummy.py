@@ -16,7 +16,7 @@ from pagewire.models.weights import DecoderWeights, LayerWeights
 SEED: Final = 0
 
 
-def load(path: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+def load(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
     """As `safetensors.load`, with weights drawn at random; `path` is a `config.json` or the folder that holds one.
 
     Raises:
@@ -24,18 +24,25 @@ def load(path: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeights,
     """
     folder = path.parent if path.is_file() else path
     config = safetensors.read_config(folder)
-    return config, random_weights(config, dtype), safetensors.eos_ids(folder)
+    return config, random_weights(config, dtype, device=device), safetensors.eos_ids(folder)
 
 
-def random_weights(config: DecoderConfig, dtype: torch.dtype, *, seed: int = SEED) -> DecoderWeights:
-    """The same weights for the same seed; scaled by 1 / √in, so that activations neither vanish nor explode."""
-    generator = torch.Generator().manual_seed(seed)
+def random_weights(
+    config: DecoderConfig, dtype: torch.dtype, *, seed: int = SEED, device: torch.device | str = "cpu"
+) -> DecoderWeights:
+    """The same weights for the same seed and kind of device.
+
+    Scaled by 1 / √in, so that activations neither vanish nor explode.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return torch.empty(rows, columns, dtype=dtype).normal_(0, 1 / math.sqrt(columns), generator=generator)
+        return torch.empty(rows, columns, dtype=dtype, device=device).normal_(
+            0, 1 / math.sqrt(columns), generator=generator
+        )
 
     def norm() -> Tensor:
-        return torch.ones(config.hidden_size, dtype=dtype)
+        return torch.ones(config.hidden_size, dtype=dtype, device=device)
 
     embedding = matrix(config.vocab_size, config.hidden_size)
     layers = [

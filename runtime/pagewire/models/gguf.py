@@ -128,7 +128,7 @@ class GGUFFile:
         return math.prod(info.shape) // block_size * type_size
 
 
-def load(path: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+def load(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
     """Configuration, weights and EOS ids of a GGUF file.
 
     Raises:
@@ -136,7 +136,7 @@ def load(path: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeights,
     """
     file = GGUFFile(path)
     config = file.read_config()
-    weights = assemble(config, file, NAMES, dtype)
+    weights = assemble(config, file, NAMES, dtype, device)
     if file.shape(_ROPE_FACTORS) == (config.head_dim // 2,):
         weights.rope_factors = torch.empty(config.head_dim // 2)
         file.read_into(_ROPE_FACTORS, weights.rope_factors)

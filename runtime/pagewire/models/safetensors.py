@@ -82,7 +82,9 @@ class SafetensorsFolder:
         out.copy_(file.get_tensor(name))
 
 
-def load(folder: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+def load(
+    folder: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
     """Configuration, weights and EOS ids of a folder.
 
     Raises:
@@ -90,7 +92,7 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeight
     """
     config = read_config(folder)
     with SafetensorsFolder(folder) as source:
-        return config, assemble(config, source, NAMES, dtype), eos_ids(folder)
+        return config, assemble(config, source, NAMES, dtype, device), eos_ids(folder)
 
 
 def read_config(folder: Path) -> DecoderConfig:

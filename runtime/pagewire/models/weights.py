@@ -72,8 +72,14 @@ class TensorNames:
     down: str
 
 
-def assemble(config: DecoderConfig, source: TensorSource, names: TensorNames, dtype: torch.dtype) -> DecoderWeights:
-    """Read all weights of a decoder.
+def assemble(
+    config: DecoderConfig,
+    source: TensorSource,
+    names: TensorNames,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecoderWeights:
+    """Read all weights of a decoder, each tensor straight to where it stays.
 
     Raises:
         ModelError: tensors are missing or have another shape than the configuration says; it names them.
@@ -82,7 +88,7 @@ def assemble(config: DecoderConfig, source: TensorSource, names: TensorNames, dt
 
     def read(*parts: str) -> Tensor:
         shapes = [source.shape(part) or () for part in parts]
-        out = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype)
+        out = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device=device)
         at = 0
         for part, shape in zip(parts, shapes, strict=True):
             source.read_into(part, out[at : at + shape[0]])
