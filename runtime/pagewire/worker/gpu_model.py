@@ -1,0 +1,64 @@
+"""The forward pass on a card: matrix products by cuBLAS, everything between them by fused kernels.
+
+    embedding ─▶ [ norm ─▶ qkv ─▶ rope + KV write ─▶ attend ─▶ attn_out ─▶ + norm ─▶ gate_up ─▶ gate ─▶ down ─▶ + ] × layers
+
+The residual is added where it is next normalised, so a layer is four products and five other launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from pagewire.models.decoder import Decoder
+from pagewire.worker.gpu_ops import Ops, Tokens
+
+Attend = Callable[[int, Tensor, Tensor], None]
+"""(layer, out [T, num_heads, head_dim] to be written, turned q likewise)."""
+
+
+class GpuModel:
+    """A decoder whose weights are on the card."""
+
+    def __init__(self, decoder: Decoder, ops: Ops) -> None:
+        self.config: Final = decoder.config
+        self._weights = decoder.weights
+        self._ops = ops
+
+    def hidden(self, tokens: Tokens, attend: Attend) -> tuple[Tensor, Tensor]:
+        """What the last layer adds, and what it is added to: [T, hidden] each."""
+        config, ops, weights = self.config, self._ops, self._weights
+        residual = weights.embedding.index_select(0, tokens.ids)
+        num_tokens = residual.shape[0]
+        added: Tensor | None = None
+        for number, layer in enumerate(weights.layers):
+            x = ops.norm(residual, layer.attn_norm) if added is None else ops.norm(added, layer.attn_norm, residual)
+            heads = linear(x, layer.qkv).view(num_tokens, -1, config.head_dim)
+            q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+            ops.rope_and_write(number, q, k, v, tokens)
+            attended = q.new_empty(q.shape)
+            attend(number, attended, q)
+            x = ops.norm(linear(attended.view(num_tokens, -1), layer.attn_out), layer.mlp_norm, residual)
+            added = linear(ops.gate(linear(x, layer.gate_up)), layer.down)
+        assert added is not None
+        return added, residual
+
+    def logits(self, added: Tensor, residual: Tensor, out: Tensor) -> None:
+        """Write float32 logits of S hidden states.
+
+        Args:
+            added: [S, hidden], from `hidden`.
+            residual: [S, hidden]; changed.
+            out: float32 [S, vocab].
+        """
+        x = self._ops.norm(added, self._weights.final_norm, residual)
+        head = self._weights.lm_head.t()
+        if x.dtype == torch.float32:
+            torch.mm(x, head, out=out)
+        else:
+            # Sums are float32 inside; rounding them to 8 bits would make ties of tokens that differ.
+            torch.mm(x, head, out_dtype=torch.float32, out=out)

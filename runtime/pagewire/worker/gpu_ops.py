@@ -1,0 +1,241 @@
+"""The operations of a step that are not matrix products: what the worker asks of kernels, and the Triton kernels for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from pagewire.models.decoder import Decoder
+from pagewire.worker.gpu_memory import GpuKV
+from pagewire.worker.gpu_rows import GpuRows
+from pagewire_kernels import sampling, step_input
+from pagewire_kernels.activation import silu_mul
+from pagewire_kernels.block_copy import BlockPools, copy_blocks
+from pagewire_kernels.kv_write import rope_write_kv
+from pagewire_kernels.paged_decode import DecodePlan, paged_decode, plan_decode
+from pagewire_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
+from pagewire_kernels.rms_norm import rms_norm
+
+_LEAST_PREFILL: Final = 256
+
+
+@dataclass(slots=True)
+class Tokens:
+    """What `Ops.step_inputs` makes; int32 [T] each."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor  # −1: not written
+    lens: Tensor  # positions that the token sees; 0: it does not run
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Prefill entries of a step, C of them; their tokens lie one after another."""
+
+    rows: Tensor  # int32 [C]
+    query_starts: Tensor  # int32 [C + 1], from 0
+    lens: Tensor  # int32 [C], positions in the cache once the chunk is written
+    num_tokens: int
+
+
+class Ops(Protocol):
+    """Layers are numbers from 0. Everything is launched, nothing is waited for."""
+
+    def set_blocks(self, deltas: Tensor, num_deltas: Tensor) -> None:
+        """Block deltas, int32 [≥ num, 3] of (row, column, id); num_deltas int32 [1] on the device."""
+        ...
+
+    def copy_blocks(self, src: Tensor, dst: Tensor) -> None:
+        """Whole blocks in all layers."""
+        ...
+
+    def step_inputs(self, rows: Tensor, starts: Tensor, token_ids: Tensor | None) -> Tokens:
+        """See `pagewire_kernels.step_input.step_inputs`."""
+        ...
+
+    def norm(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+        """RMSNorm; `x` is first added to `residual`, in place, where there is one."""
+        ...
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) × up."""
+        ...
+
+    def rope_and_write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> None:
+        """Turn q in place, and write turned k and v to their slots."""
+        ...
+
+    def plan_decode(self, lens: Tensor) -> None:
+        """Once a step, before the calls of `decode`."""
+        ...
+
+    def decode(self, layer: int, out: Tensor, q: Tensor, rows: Tensor, lens: Tensor) -> None:
+        """Attention of one query a row."""
+        ...
+
+    def plan_prefill(self, chunks: Chunks) -> None:
+        """Once a step, before the calls of `prefill`."""
+        ...
+
+    def prefill(self, layer: int, out: Tensor, q: Tensor, chunks: Chunks) -> None:
+        """Attention of chunks of queries."""
+        ...
+
+    def sample(
+        self,
+        out: Tensor,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        *,
+        logit_rows: Tensor | None = None,
+        skip_special: bool = True,
+    ) -> None:
+        """Draw by temperature and noise; `out` int32 [2, S]: tokens, flags. Special rows are left alone unless told."""
+        ...
+
+
+class TritonOps:
+    """`Ops` by Triton kernels, with the scratch memory that they need."""
+
+    def __init__(self, decoder: Decoder, memory: GpuKV, rows: GpuRows, *, max_step_tokens: int) -> None:
+        config, device = decoder.config, rows.last_token.device
+        self._memory = memory
+        self._rows = rows
+        self._eps = config.norm_eps
+        self._scale = config.head_dim**-0.5
+        self._cos, self._sin = decoder.cos.to(device), decoder.sin.to(device)
+        max_rows = rows.padding
+        self._decode_plan = DecodePlan(
+            max_rows=max_rows,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            device=device,
+        )
+        sizes = [_LEAST_PREFILL]
+        while sizes[-1] < max_step_tokens:
+            sizes.append(2 * sizes[-1])
+        self._prefill_plans = {
+            size: PrefillPlan(
+                max_tokens=size,
+                max_rows=max_rows,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                device=device,
+            )
+            for size in sizes
+        }
+        self._prefill_plan = self._prefill_plans[_LEAST_PREFILL]
+        self._pools = BlockPools([*memory.keys, *memory.values])
+        self._scratch = sampling.SampleScratch(max_rows, config.vocab_size, device)
+
+    def set_blocks(self, deltas: Tensor, num_deltas: Tensor) -> None:
+        """See `Ops`."""
+        step_input.set_blocks(self._rows.block_table, deltas, num_deltas)
+
+    def copy_blocks(self, src: Tensor, dst: Tensor) -> None:
+        """See `Ops`."""
+        copy_blocks(self._pools, src, dst)
+
+    def step_inputs(self, rows: Tensor, starts: Tensor, token_ids: Tensor | None) -> Tokens:
+        """See `Ops`."""
+        size = -(-rows.numel() // 4) * 4  # every part begins at a multiple of 16 bytes
+        parts = torch.empty(4, size, dtype=torch.int32, device=rows.device)[:, : rows.numel()]
+        tokens = Tokens(*parts)
+        state = self._rows
+        step_input.step_inputs(
+            tokens.ids,
+            tokens.positions,
+            tokens.slots,
+            tokens.lens,
+            rows,
+            starts,
+            state.last_token,
+            state.stopped,
+            state.block_table,
+            self._memory.block_size,
+            token_ids,
+        )
+        return tokens
+
+    def norm(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Ops`."""
+        out = torch.empty_like(x)
+        rms_norm(out, x, weight, self._eps, residual)
+        return out
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """See `Ops`."""
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        silu_mul(out, gate_up)
+        return out
+
+    def rope_and_write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> None:
+        """See `Ops`."""
+        memory = self._memory
+        rope_write_kv(
+            q, q, k, v, memory.keys[layer], memory.values[layer], tokens.positions, tokens.slots, self._cos, self._sin
+        )
+
+    def plan_decode(self, lens: Tensor) -> None:
+        """See `Ops`."""
+        plan_decode(self._decode_plan, lens)
+
+    def decode(self, layer: int, out: Tensor, q: Tensor, rows: Tensor, lens: Tensor) -> None:
+        """See `Ops`."""
+        keys, values = self._memory.keys[layer], self._memory.values[layer]
+        table = self._rows.block_table
+        paged_decode(out, q, keys, values, table, lens, self._decode_plan, scale=self._scale, table_rows=rows)
+
+    def plan_prefill(self, chunks: Chunks) -> None:
+        """See `Ops`."""
+        self._prefill_plan = next(plan for size, plan in self._prefill_plans.items() if size >= chunks.num_tokens)
+        plan_prefill(self._prefill_plan, chunks.query_starts)
+
+    def prefill(self, layer: int, out: Tensor, q: Tensor, chunks: Chunks) -> None:
+        """See `Ops`."""
+        paged_prefill(
+            out,
+            q,
+            self._memory.keys[layer],
+            self._memory.values[layer],
+            self._rows.block_table,
+            chunks.query_starts,
+            chunks.lens,
+            self._prefill_plan,
+            scale=self._scale,
+            table_rows=chunks.rows,
+        )
+
+    def sample(
+        self,
+        out: Tensor,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        *,
+        logit_rows: Tensor | None = None,
+        skip_special: bool = True,
+    ) -> None:
+        """See `Ops`."""
+        state = self._rows
+        sampling.sample(
+            out[0],
+            out[1],
+            logits,
+            rows,
+            positions,
+            state.temperature,
+            state.seeds,
+            state.stop_ids,
+            state.stopped,
+            state.last_token,
+            self._scratch,
+            skip=state.special if skip_special else None,
+            logit_rows=logit_rows,
+        )

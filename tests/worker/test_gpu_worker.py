@@ -1,0 +1,270 @@
+"""The GPU worker's bookkeeping, on CPU tensors: the same tokens as the CPU worker, through the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.worker.gpu_doubles import HostDevice, TorchOps
+
+from pagewire import Engine
+from pagewire.config import CacheConfig, from_mapping
+from pagewire.errors import ConfigError
+from pagewire.models.load import load_model
+from pagewire.step.step import StepPlan
+from pagewire.worker.gpu import GpuWorker
+from pagewire.worker.gpu_graphs import Inbox, bucket_sizes
+from pagewire.worker.gpu_memory import GpuKV, num_blocks_on_card
+from pagewire.worker.gpu_staging import ALIGN, Staging
+
+NUM_REQUESTS = 60
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+PER_BLOCK = 2 * 2 * 2 * 16 * 16 * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    (path / "config.json").write_text(json.dumps(MODEL))
+    return path
+
+
+@cache
+def requests() -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts of 1 to 130 tokens, half of them with a common beginning; all kinds of sampling, forks among them."""
+    rng = random.Random(5)
+    shared = [rng.randrange(10, 500) for _ in range(50)]
+    out = []
+    for i in range(NUM_REQUESTS):
+        own = [rng.randrange(10, 500) for _ in range(rng.randint(1, 80))]
+        params: dict[str, Any] = {
+            "max_tokens": rng.randint(1, 20),
+            "seed": i,
+            "temperature": rng.choice([0, 0.7, 1, 2]),
+        }
+        params |= rng.choice(
+            [{}, {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.3},
+             {"presence_penalty": 1.0}, {"logit_bias": {5: 3.0, 6: -100.0}}, {"logprobs": 2}, {"prompt_logprobs": 1},
+             {"n": 3}, {"min_tokens": 1, "stop_token_ids": (33, 44, 55)}]
+        )  # fmt: skip
+        out.append(((shared if i % 2 else []) + own, params))
+    return out
+
+
+def config(folder, **options):
+    scheduler = {"max_rows": 12, "max_step_tokens": 64, **options}
+    return from_mapping({
+        "model": {"path": str(folder), "load_format": "dummy", "device": "cpu"},
+        "cache": {"kv_bytes": scheduler.pop("kv_bytes", 400 * PER_BLOCK)},
+        "scheduler": scheduler,
+        "engine": {"threads": 1},
+    })  # fmt: skip
+
+
+async def run(config, worker=None):
+    """Token ids and log-probabilities of all requests, and the engine's counters."""
+    async with Engine(config=config, worker=worker) as engine:
+        streams = [engine.generate(prompt, echo_text=False, **params) for prompt, params in requests()]
+        results = [await stream.result() for stream in streams]
+        return results, await engine.stats()
+
+
+def worker_of(config, *, patience=0, **options):
+    decoder = load_model(config.model)
+    return GpuWorker(config, decoder, HostDevice(patience=patience), TorchOps, **options)
+
+
+def same(results, expected):
+    """A token may differ where two candidates are nearly equal, since sums are taken in another order."""
+    ids = [[choice.token_ids for choice in result.choices] for result in results]
+    wanted = [[choice.token_ids for choice in result.choices] for result in expected]
+    differing = [i for i, (a, b) in enumerate(zip(ids, wanted, strict=True)) if a != b]
+    assert len(differing) <= 1, (differing, [(ids[i], wanted[i]) for i in differing])
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    torch.set_num_threads(1)
+    return asyncio.run(run(config(folder)))[0]
+
+
+class TestSameTokensAsTheCpuWorker:
+    @pytest.mark.parametrize("with_graphs", [True, False])
+    @pytest.mark.parametrize("overlap", [True, False])
+    async def test_all_kinds_of_requests(self, folder, expected, with_graphs, overlap):
+        made = config(folder, overlap=overlap)
+        results, _ = await run(made, worker_of(made, with_graphs=with_graphs, patience=3))
+        same(results, expected)
+        for ours, theirs in zip(results, expected, strict=True):
+            for a, b in zip(ours.choices, theirs.choices, strict=True):
+                if a.token_ids == b.token_ids and b.logprobs is not None:
+                    np.testing.assert_allclose(
+                        [x.logprob for x in a.logprobs], [x.logprob for x in b.logprobs], rtol=1e-3, atol=1e-3
+                    )
+
+    async def test_preempted_and_resumed(self, folder, expected):
+        made = config(folder, kv_bytes=16 * PER_BLOCK)
+        results, stats = await run(made, worker_of(made))
+        assert stats["preemptions_total"] > 0
+        same(results, expected)
+
+
+async def test_broken_logits_end_their_request_alone(folder):
+    made = config(folder)
+    decoder = load_model(made.model)
+    decoder.weights.embedding[7] = torch.nan
+    worker = GpuWorker(made, decoder, HostDevice(), TorchOps)
+    async with Engine(config=made, worker=worker) as engine:
+        good = engine.generate([3, 4, 5], max_tokens=6, temperature=0, logit_bias={7: -100}, echo_text=False)
+        bad = engine.generate([3, 7, 5], max_tokens=6, temperature=0, echo_text=False)
+        assert len((await good.result()).token_ids) == 6
+        with pytest.raises(Exception, match="NaN"):
+            await bad.result()
+        again = engine.generate([3, 4, 5], max_tokens=6, temperature=0, logit_bias={7: -100}, echo_text=False)
+        assert (await again.result()).token_ids == (await good.result()).token_ids
+
+
+async def test_a_device_that_fails_fails_the_handles(folder):
+    made = config(folder)
+    worker = worker_of(made)
+
+    def fail(pairs):
+        class Broken:
+            def query(self):
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        return Broken()
+
+    worker._stepper.device.fetch = fail
+    async with Engine(config=made, worker=worker) as engine:
+        with pytest.raises(Exception, match="illegal memory access"):
+            await engine.generate([3, 4, 5], max_tokens=6, echo_text=False).result()
+
+
+async def test_close_waits_for_what_is_queued_and_is_idempotent(folder):
+    made = config(folder)
+    worker = worker_of(made, patience=5)
+    device = worker._stepper.device
+    empty = np.empty(0, np.int32)
+    plan = StepPlan(0, empty, empty, empty, empty, 0)
+    forward, sample = worker.launch_forward(plan), worker.launch_sample(plan)
+    await worker.close()
+    assert forward.done()
+    assert sample.done()
+    assert device.is_closed
+    await worker.close()
+
+
+class TestMemory:
+    def test_kv_bytes_are_obeyed_and_counted(self, folder):
+        worker = worker_of(config(folder, kv_bytes=100 * PER_BLOCK + 5))
+        assert worker.shape.num_blocks == 100
+        assert worker.shape.kv_bytes == 100 * PER_BLOCK
+
+    @pytest.mark.parametrize(("kv_bytes", "free", "says"), [
+        (200 * PER_BLOCK, 100 * PER_BLOCK, f"{90 * PER_BLOCK} would"), (PER_BLOCK, 2**30, "at least 2"),
+        (0, PER_BLOCK, "at least 2"), (0, 0, "0 bytes fit"),
+    ])  # fmt: skip
+    def test_what_does_not_fit_is_refused_with_what_would(self, folder, kv_bytes, free, says):
+        model = load_model(config(folder).model).config
+        cache = CacheConfig(kv_bytes=kv_bytes)
+        with pytest.raises(ConfigError, match=says) as caught:
+            num_blocks_on_card(model, cache, free_bytes=free, itemsize=4, max_tokens=10**9)
+        assert caught.value.field == "cache.kv_bytes"
+
+    def test_by_default_nine_tenths_and_no_more_than_can_be_used(self, folder):
+        model = load_model(config(folder).model).config
+        sizes = {"free_bytes": 1000 * PER_BLOCK, "itemsize": 4}
+        assert num_blocks_on_card(model, CacheConfig(), **sizes, max_tokens=10**9) == 900
+        assert num_blocks_on_card(model, CacheConfig(), **sizes, max_tokens=33) == 4
+
+    def test_pools_are_contiguous_and_zero(self, folder):
+        model = load_model(config(folder).model).config
+        memory = GpuKV(model, num_blocks=3, block_size=16, dtype=torch.float16, device=torch.device("cpu"))
+        assert memory.num_bytes == 2 * 2 * 2 * 16 * 3 * 16 * 2
+        assert len(memory.keys) == len(memory.values) == 2
+        for pool in (*memory.keys, *memory.values):
+            assert pool.is_contiguous()
+            assert pool.shape == (3, 2, 16, 16)
+            assert not pool.any()
+
+
+class TestStaging:
+    def test_what_is_uploaded_comes_out_in_its_type(self):
+        staging = Staging(HostDevice(), capacity=8)
+        arrays = [
+            np.arange(3, dtype=np.int32), np.array([-1, 2**63 - 1], np.int64), np.array([0.5], np.float32),
+            np.array([[1e300, -2.0]]), np.array([2**64 - 1], np.uint64), np.empty((0, 3), np.int32),
+        ]  # fmt: skip
+        out = staging.upload(arrays)
+        for tensor, array in zip(out, arrays, strict=True):
+            assert tensor.shape == array.shape
+            assert tensor.storage_offset() * tensor.element_size() % (4 * ALIGN) == 0
+            np.testing.assert_array_equal(tensor.numpy().view(array.dtype), array)
+
+    def test_a_buffer_is_not_written_before_its_copy_is_done(self):
+        staging = Staging(HostDevice(patience=10**9), num_slots=2, capacity=8)
+        slots = {id(slot.words) for slot in staging._ring}
+        for _ in range(6):
+            staging.upload([np.ones(4, np.int32)])
+        assert len(staging._ring) == 6
+        assert slots < {id(slot.words) for slot in staging._ring}
+
+    def test_the_ring_does_not_grow_while_copies_are_in_time(self):
+        staging = Staging(HostDevice(), num_slots=4)
+        for _ in range(50):
+            staging.upload([np.ones(4, np.int32)])
+        assert len(staging._ring) == 4
+
+
+class TestInbox:
+    def test_rows_are_padded_and_deltas_follow(self):
+        inbox, staging = Inbox(max_rows=6, padding_row=6, device=torch.device("cpu")), Staging(HostDevice())
+        ints = lambda *values: np.array(values, np.int32)  # noqa: E731
+        plan = StepPlan(0, ints(4, 2, 5), ints(9, 8, 7), ints(1, 1, 1), ints(0, 0, 0), 3)
+        plan.block_rows, plan.block_cols, plan.block_ids = ints(4, 5), ints(0, 1), ints(31, 32)
+        inbox.fill(plan, 5, staging)
+        batch = inbox.batch(5)
+        assert batch.rows.tolist() == [4, 2, 5, 6, 6]
+        assert batch.starts.tolist()[:3] == [9, 8, 7]
+        assert batch.num_deltas.tolist() == [2]
+        assert batch.deltas[:2].tolist() == [[4, 0, 31], [5, 1, 32]]
+        for view in (batch.rows, batch.starts, batch.deltas):
+            assert view.storage_offset() % ALIGN == 0
+
+    def test_more_deltas_than_it_has_room_for_go_another_way(self):
+        inbox = Inbox(max_rows=2, padding_row=2, device=torch.device("cpu"))
+        plan = StepPlan(0, *[np.empty(0, np.int32)] * 4, 0)
+        plan.block_rows = np.zeros(4, np.int32)
+        assert inbox.takes(plan)
+        plan.block_rows = np.zeros(5, np.int32)
+        assert not inbox.takes(plan)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 64, 65, 512, 1024, 1500, 8192])
+def test_buckets_hold_every_batch(max_rows):
+    sizes = bucket_sizes(max_rows)
+    assert sizes[-1] == max_rows
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[0] == 1
