@@ -1,0 +1,230 @@
+"""Decode on a card: what a client in another process sees, and what the card itself takes for a step.
+
+    python perf/decode.py [--json] [--streams 1 32 128 256 512] [--kernels] [--no-engine] [--no-card]
+
+First the card alone: the worker's CUDA graphs replayed back to back over a pool of random KV (`card_step`; with `--kernels`
+also where that time goes). Then the whole way: an engine process, a client in this one over ZeroMQ, random weights,
+prompts of 512 tokens and 200 more each; only gaps while all streams decode count. Beside each figure stands its target, and how
+much faster it is than vLLM 0.26 on the same card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from report import Report
+from workload import LLAMA_8B, decode_only
+
+from pagewire.child import decode_report
+from pagewire.config import Config, from_mapping
+from pagewire_client import connect
+
+CONTEXT, STEPS = 512, 200
+VLLM = {1: (4.86, 205), 32: (5.74, 5_552), 128: (8.44, 14_984), 256: (13.2, 18_580), 512: (25.2, 20_191)}
+"""vLLM 0.26 on one H200: streams → ITL p50 in ms, tokens a second."""
+
+
+def case_of(streams: int) -> str:
+    """As in `targets.toml`."""
+    return f"8b bf16/bf16 {streams}x0.6k"
+
+
+def config_of(folder: Path, *, max_rows: int, kv_bytes: int = 0) -> Config:
+    """The model of random weights in `folder`, served on the card."""
+    return from_mapping({
+        "model": {"path": str(folder), "load_format": "dummy", "device": "cuda", "max_model_len": 8192},
+        "cache": {"kv_bytes": kv_bytes, "prefix_cache": False},
+        "scheduler": {"max_rows": max_rows, "max_step_tokens": 8192},
+        "server": {"bind": f"ipc://{folder}/engine.sock"},
+    })  # fmt: skip
+
+
+# ---- the card alone ------------------------------------------------------------------------------------------------------
+
+
+def measure_card(report: Report, folder: Path, streams: list[int], *, with_kernels: bool) -> None:
+    """Step times without scheduler and sockets, and what loading takes."""
+    import torch
+
+    from pagewire.models.load import load_model
+    from pagewire.worker.gpu_device import CudaDevice
+    from pagewire.worker.gpu_stepper import Stepper, triton_ops
+
+    length = CONTEXT + STEPS // 2
+    tokens = max(streams) * (length + 16) + 16
+    config = config_of(folder, max_rows=max(streams), kv_bytes=tokens * 131_072 // 16 * 16)
+    device = CudaDevice()
+    begun = time.perf_counter()
+    with torch.inference_mode():
+        decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device)
+        torch.cuda.synchronize()
+        report.add("8b", "weights_ready", time.perf_counter() - begun, "s")
+        stepper = Stepper(config, decoder, device, triton_ops, with_graphs=True)
+        report.add("8b", "graphs_ready", time.perf_counter() - begun, "s")
+        for pool in (*stepper.memory.keys, *stepper.memory.values):
+            pool.normal_()  # zeros would be faster than what is real
+        torch.cuda.synchronize()
+        for count in streams:
+            _measure_steps(report, stepper, count, length, with_kernels=with_kernels)
+    report.add("8b", "memory_peak", torch.cuda.max_memory_reserved() / 2**30, "GiB")
+    del stepper, decoder
+    torch.cuda.empty_cache()
+
+
+def _measure_steps(report: Report, stepper: Any, count: int, length: int, *, with_kernels: bool) -> None:
+    import torch
+
+    from pagewire.step.step import RowJoin, StepPlan
+    from pagewire_transport.params import SamplingParams
+
+    rows = np.arange(count, dtype=np.int32)
+    blocks = -(-(length + 1) // 16)
+    ids = 1 + np.random.default_rng(0).permutation(count * blocks).astype(np.int32)
+    params = SamplingParams(ignore_eos=True)
+    prompt = np.zeros(length, np.int32)
+    first = StepPlan(
+        0, rows, np.full(count, length, np.int32), np.ones(count, np.int32), np.zeros(count, np.int32), count
+    )
+    first.sample_entries = first.sample_rows = rows
+    first.sample_epochs = first.epochs
+    first.joins = [RowJoin(row, 0, params, row, prompt, prompt[:0], ()) for row in range(count)]
+    first.block_rows, first.block_cols, first.block_ids = (
+        np.repeat(rows, blocks),
+        np.tile(np.arange(blocks, dtype=np.int32), count),
+        ids,
+    )
+    stepper.forward(first)
+    stepper.sample(first, None)
+    first.joins, first.block_rows = [], first.block_rows[:0]
+    first.block_cols, first.block_ids = first.block_cols[:0], first.block_ids[:0]
+
+    def step() -> float:
+        begun = time.perf_counter()
+        stepper.forward(first)
+        stepper.sample(first, None)
+        return time.perf_counter() - begun
+
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    begun, num = time.perf_counter(), 40
+    host = [step() for _ in range(num)]
+    torch.cuda.synchronize()
+    report.add(case_of(count), "card_step", 1e3 * (time.perf_counter() - begun) / num, "ms")
+    report.add(case_of(count), "launch_p50", 1e6 * float(np.median(host)), "µs")
+    if with_kernels:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(5):
+                step()
+            torch.cuda.synchronize()
+        found = sorted(profile.key_averages(), key=lambda k: -k.self_device_time_total)
+        print(f"\nkernels of a step, {count} streams", file=sys.stderr)
+        for kernel in found[:16]:
+            print(
+                f"{kernel.self_device_time_total / 5:10.1f} µs {kernel.count / 5:6.1f} × {kernel.key[:110]}",
+                file=sys.stderr,
+            )
+    first.leaves = rows
+    empty = StepPlan(1, rows[:0], rows[:0], rows[:0], rows[:0], 0, leaves=rows)
+    stepper.forward(empty)
+    stepper.sample(empty, None)
+    torch.cuda.synchronize()
+
+
+# ---- the whole way -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def engine_process(config: Config) -> Any:
+    """An engine process, ready; its report."""
+    config_out, config_in = os.pipe()
+    report_out, report_in = os.pipe()
+    os.write(config_in, msgspec.json.encode(config))
+    os.close(config_in)
+    flags = ["--config-fd", str(config_out), "--report-fd", str(report_in)]
+    command = [sys.executable, "-m", "pagewire.engine.main", *flags]
+    process = subprocess.Popen(command, pass_fds=(config_out, report_in))
+    os.close(config_out)
+    os.close(report_in)
+    try:
+        with os.fdopen(report_out, "rb") as lines:
+            reports = (decode_report(line) for line in lines)
+            ready = next((report for report in reports if report.event != "loading"), None)
+            if ready is None or ready.event != "ready":
+                raise RuntimeError(f"the engine did not start: {ready}")
+            yield ready
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def measure_engine(report: Report, endpoint: str, streams: list[int]) -> None:
+    """ITL and throughput as a client sees them."""
+    async with connect(endpoint) as client:
+
+        async def generate(prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
+            stream = client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, temperature=1.0, echo_text=False)
+            async for chunk in stream:
+                if chunk.token_ids:
+                    yield len(chunk.token_ids)
+
+        vocab_size = int(LLAMA_8B["vocab_size"])  # type: ignore[call-overload]
+        await decode_only(generate, max(streams), CONTEXT, 8, vocab_size)  # kernels and pools are warm from here on
+        for count in streams:
+            before = await client.stats()
+            found = await decode_only(generate, count, CONTEXT, STEPS, vocab_size)
+            after = await client.stats()
+            case, (itl, rate) = case_of(count), VLLM.get(count, (None, None))
+            for metric in ("itl_p50", "itl_p99", "itl_max", "step"):
+                report.add(case, metric, found[metric], "ms")
+            report.add(case, "throughput", found["throughput"], "tok/s")
+            if itl is not None and rate is not None:
+                report.add(case, "itl_p50_speedup", itl / found["itl_p50"])
+                report.add(case, "step_speedup", 1e3 * count / rate / found["step"])
+            for name in sorted(after):
+                if name.endswith(("_seconds_sum", "_sum")):
+                    steps = after.get("steps_total", 0) - before.get("steps_total", 0)
+                    if steps:
+                        each = 1e6 * (after[name] - before.get(name, 0)) / steps
+                        print(f"{case}: {name} {each:.0f} µs a step", file=sys.stderr)
+
+
+def main() -> None:
+    """Both halves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    Report.arguments(parser)
+    parser.add_argument("--streams", type=int, nargs="+", default=list(VLLM), help="how many, a case each")
+    parser.add_argument("--kernels", action="store_true", help="say where the card's time goes")
+    parser.add_argument("--no-card", action="store_true", help="the engine alone")
+    parser.add_argument("--no-engine", action="store_true", help="the card alone")
+    arguments = parser.parse_args()
+    report = Report("decode")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "config.json").write_text(json.dumps(LLAMA_8B))
+        if not arguments.no_card:
+            measure_card(report, path, arguments.streams, with_kernels=arguments.kernels)
+        if not arguments.no_engine:
+            begun = time.perf_counter()
+            with engine_process(config_of(path, max_rows=max(arguments.streams))) as ready:
+                report.add("8b", "engine_ready", time.perf_counter() - begun, "s")
+                import uvloop
+
+                uvloop.run(measure_engine(report, ready.endpoint, arguments.streams))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
