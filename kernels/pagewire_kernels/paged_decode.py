@@ -49,8 +49,8 @@ class DecodeTiling:
     """Programs that share the work; None: two for each multiprocessor, as many as run at once."""
     min_share: int = 2
     """Tiles that a program takes at least: fewer programs then work on short batches, and fewer partials are merged."""
-    merge: int = 16
-    """Partials merged at once."""
+    merge: int = 128
+    """Heads × partials merged at once: more loads in flight for a long context alone, until registers spill."""
 
 
 class DecodePlan:
@@ -201,7 +201,7 @@ def paged_decode(
         HAS_ROWS=table_rows is not None,
         HAS_SCALES=k_scale is not None,
         NUM_PROGRAMS=plan.num_programs,
-        MERGE=t.merge,
+        MERGE=min(32, max(1, t.merge // triton.next_power_of_2(plan.group))),
         OFFSET=tl.int64 if k_cache.numel() >= 2**31 else tl.int32,
         num_warps=t.num_warps,
         num_stages=t.num_stages,

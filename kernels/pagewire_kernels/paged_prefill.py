@@ -202,7 +202,7 @@ def paged_prefill(
         HAS_SCALES=k_scale is not None,
         OFFSET=tl.int64 if k_cache.numel() >= 2**31 else tl.int32,
         num_warps=t.num_warps,
-        num_stages=t.num_stages,
+        num_stages=t.num_stages if head_dim <= 128 else 2,  # what fits into shared memory
     )
 
 

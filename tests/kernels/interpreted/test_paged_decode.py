@@ -12,7 +12,7 @@ LENS = [1, BLOCK - 1, 0, BLOCK, BLOCK + 1, 0, 67, 16, 0]
 
 def run(
     lens, *, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, programs=5, window=0, soft_cap=0.0, rows=None,
-    scales=None, merge=2, min_share=1, repeat=1,
+    scales=None, merge=4, min_share=1, repeat=1,
 ):  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     cache = {"num_kv_heads": kv_heads, "block_size": BLOCK, "head_dim": head_dim, "dtype": dtype}
