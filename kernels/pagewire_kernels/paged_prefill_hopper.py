@@ -8,10 +8,10 @@ other's gaps. Operations and bytes as in `paged_prefill`.
     load     │ K0 · │ K1 V0 │ K2 V1 │ …     group g holds the K of tile g and the V of tile g − 1, in stage g mod STAGES
     compute  │ QK0 softmax0 │ QK1 PV0 softmax1 │ QK2 PV1 softmax2 │ …
 
-Written in Gluon, since Triton's own pipeliner waits for Q·K before anything else: measured on an H200 at 8,192 causal, Triton with pointers
-reaches 450 TFLOP/s and this 509. Rejected there: cp.async instead of the copy engine (420: address arithmetic and
-the load-store unit are the bound), one group of 8 warps (497), tiles of 64 positions (470), gathering the prefix into dense memory first and
-reading that through Triton's descriptors (527 + the gather's 16 µs, and memory for the longest context).
+Written in Gluon, since Triton's own pipeliner waits for Q·K before anything else. Measured on an H200 at 8,192 causal: Triton with
+pointers 450 TFLOP/s, this 500 to 511. Rejected there: cp.async instead of the copy engine (420: address arithmetic and the load-store
+unit are the bound), one group of 8 warps (497), tiles of 64 positions (470), gathering the prefix into dense memory and reading that
+through Triton's descriptors (486 to 527, less 16 µs for the gather and memory for the longest context).
 
 Follows FlashAttention-3 (Shah et al., 2024).
 """
