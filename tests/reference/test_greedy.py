@@ -7,6 +7,7 @@ import importlib.util
 import os
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ async def test_greedy_tokens_equal_those_of_transformers():
 class TestCompare:
     """The comparison itself must be able to fail."""
 
-    ROW = {"prompt": [1], "tokens": [5, 6, 7], "second": [8, 8, 8], "gap": [1.0, 1e-5, 1.0]}
+    ROW: ClassVar = {"prompt": [1], "tokens": [5, 6, 7], "second": [8, 8, 8], "gap": [1.0, 1e-5, 1.0]}
 
     def test_equal(self):
         assert compare([5, 6, 7], self.ROW, logits_along) == (0, [])
