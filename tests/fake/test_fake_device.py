@@ -160,6 +160,17 @@ def test_kv_overwritten_meanwhile_is_caught():
         device.complete()
 
 
+def test_equal_tokens_of_another_position_are_no_hit():
+    device = PureFakeDevice(SHAPE)
+    same = [1] * 8
+    device.submit(plan_of(0, [(0, 0, 8)], tokens=same, joins=[join(0, same)], blocks=[(0, 0, 1), (0, 1, 2)]))
+    device.complete()
+    swapped = [(1, 0, 2), (1, 1, 1), (1, 2, 3)]
+    device.submit(plan_of(1, [(1, 8, 1)], tokens=[1], joins=[join(1, [*same, 1])], blocks=swapped))
+    with pytest.raises(BookkeepingError, match="for position 0: it holds token 1 of position 4"):
+        device.complete()
+
+
 def test_a_resumed_row_goes_on_with_its_outputs():
     device = PureFakeDevice(SHAPE)
     full = continuation(device.model, PROMPT, SamplingParams(max_tokens=4), 3, vocab_size=SHAPE.vocab_size)

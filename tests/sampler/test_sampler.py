@@ -206,13 +206,15 @@ def test_penalties_count_what_the_sampler_drew():
     assert sampler.sample(logits, ROW + 1, POSITION).token_ids.tolist() == [2]
 
 
-def test_a_row_keeps_nothing_of_its_last_owner():
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_row_keeps_nothing_of_its_last_owner(leaves):
     sampler = Sampler(max_rows=1, vocab_size=4)
     heavy = SamplingParams(
         temperature=0, logit_bias={3: 50.0}, frequency_penalty=2.0, stop_token_ids=(0, 1), min_tokens=3, logprobs=1
     )
     sampler.join(row_of(heavy, prompt=[0], outputs=[1, 2]))
-    sampler.leave(ROW)
+    if leaves:
+        sampler.leave(ROW)
     sampler.join(row_of(SamplingParams(temperature=0)))
     output = sampler.sample(torch.tensor([[1.0, 0, 0, 0]]), ROW, POSITION)
     assert (output.token_ids.tolist(), output.flags.tolist(), output.logprobs) == ([0], [SampleFlag.OK], None)
