@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 
 from pagewire.clock import Clock
-from pagewire.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
+from pagewire.errors import InvalidRequest
 from pagewire.request.request import Namespace, Request, TokenArray
+from pagewire.request.validate import validate
 from pagewire_transport.params import SamplingParams
 
 _SEED_BITS: Final = 63
@@ -20,8 +21,6 @@ _SEED_BITS: Final = 63
 
 class Admission:
     """Checks requests against model and KV pool, resolves `max_tokens` and `seed`, numbers them.
-
-    Values are taken to be in the ranges that `SamplingParams` states: whoever decodes them has checked that.
 
     Args:
         vocab_size: token ids are below it.
@@ -48,28 +47,26 @@ class Admission:
     ) -> Request:
         """The request, its id drawn, `max_tokens` and `seed` resolved.
 
-        `max_tokens` may be 0 (nothing is generated) and defaults to what fits. More than fits is refused, not cut: a
-        caller that asked for 4,000 tokens should learn that it cannot get them before it has paid for the first.
+        Parameters are checked by `pagewire.request.validate`; see there for what `max_tokens` may be.
 
         Raises:
             InvalidRequest: an empty prompt, or a value that this model cannot take.
             PromptTooLong: the prompt leaves no room for what was asked.
             UnsupportedFeature: `stop` strings; they are found where the text is.
         """
-        if params.stop:
-            raise UnsupportedFeature("stop strings need text; this engine knows token ids only", field="params.stop")
         ids = self._checked_prompt(prompt_ids)
-        self._check_params(params)
-        max_tokens = self._resolved_max_tokens(int(ids.size), params.max_tokens)
-        if params.min_tokens > max_tokens:
-            raise InvalidRequest(
-                f"must be at most max_tokens, {max_tokens}, is {params.min_tokens}", field="params.min_tokens"
-            )
+        params = validate(
+            params,
+            vocab_size=self._vocab_size,
+            num_prompt=int(ids.size),
+            max_model_len=self.max_len,
+            stop_allowed=False,
+        )
         seed = self._random.getrandbits(_SEED_BITS) if params.seed is None else params.seed
         return Request(
             request_id=f"{self._prefix}-{next(self._numbers)}",
             prompt_ids=ids,
-            params=msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed),
+            params=msgspec.structs.replace(params, seed=seed),
             arrival_ns=self._clock.now_ns() if arrival_ns is None else arrival_ns,
             priority=priority,
             namespace=namespace if namespace is not None else Namespace(),
@@ -92,32 +89,3 @@ class Admission:
                 field=f"prompt_ids[{at}]",
             )
         return ids.astype(np.int32)  # a copy: the caller may reuse its buffer
-
-    def _check_params(self, params: SamplingParams) -> None:
-        for token_id in params.logit_bias:
-            self._check_token(token_id, f"params.logit_bias[{token_id}]")
-        for i, token_id in enumerate(params.stop_token_ids):
-            self._check_token(token_id, f"params.stop_token_ids[{i}]")
-
-    def _check_token(self, token_id: int, field: str) -> None:
-        if token_id >= self._vocab_size:
-            raise InvalidRequest(
-                f"must name a token below the vocabulary size, {self._vocab_size}, is {token_id}", field=field
-            )
-
-    def _resolved_max_tokens(self, num_prompt: int, asked: int | None) -> int:
-        room = self.max_len - num_prompt
-        if room < 0 or (room == 0 and asked != 0):
-            raise PromptTooLong(
-                f"{num_prompt} tokens leave no room: prompt and output together may have {self.max_len}",
-                field="prompt_ids",
-            )
-        if asked is None:
-            return room
-        if asked > room:
-            raise InvalidRequest(
-                f"must be at most {room} for a prompt of {num_prompt} tokens"
-                f" (prompt and output together may have {self.max_len}), is {asked}",
-                field="params.max_tokens",
-            )
-        return asked
