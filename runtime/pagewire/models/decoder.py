@@ -29,6 +29,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Project = Callable[[Tensor, Tensor], Tensor]
 """(x [T, in], weight [out, in]) → [T, out]."""
 
+_ONE_THREAD: Final = 32_768
+"""Elements up to which PyTorch keeps an elementwise operation on one thread (`at::internal::GRAIN_SIZE`)."""
+
 
 class Decoder:
     """Configuration, weights and what follows from them.
@@ -39,8 +42,9 @@ class Decoder:
         max_model_len: longest sequence that it serves.
         cos, sin: float32 [max_model_len, head_dim / 2].
         project: the matrix product that `forward` and `logits` use.
-        tile: with a number, every operation but `attend` works on exactly so many tokens at a time, so that a token's
-            bits cannot depend on how many others there are. `forward` and `logits` then take multiples of it only.
+        tile: with a number, every operation but `attend` works on exactly so many tokens at a time (or on one, where
+            so many would be split over threads within a token), so that a token's bits cannot depend on how many others
+            there are. `forward` and `logits` then take multiples of it only.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class Decoder:
         weights = self.weights
         return _joined(
             [
-                self.project(cpu.rms_norm(hidden[t], weights.final_norm, self._eps), weights.lm_head)
+                self.project(self._norm(hidden[t], weights.final_norm), weights.lm_head)
                 for t in self._tiles(hidden.shape[0])
             ]
         )
@@ -97,16 +101,28 @@ class Decoder:
     def _before_attention(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of each token, turned by its position."""
         config = self.config
-        qkv = self.project(cpu.rms_norm(x, layer.attn_norm, self._eps), layer.qkv)
-        heads = qkv.view(x.shape[0], -1, config.head_dim)
-        turned = cpu.rope(heads[:, : config.num_heads + config.num_kv_heads], cos, sin)
+        heads = self.project(self._norm(x, layer.attn_norm), layer.qkv).view(x.shape[0], -1, config.head_dim)
+        turned = self._each(cpu.rope, heads[:, : config.num_heads + config.num_kv_heads], cos, sin)
         return turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, -config.num_kv_heads :]
 
     def _after_attention(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of a layer: output projection and gated feed-forward, each added to what came in."""
         x = self.project(attended, layer.attn_out).add_(x)
-        inner = self.project(cpu.rms_norm(x, layer.mlp_norm, self._eps), layer.gate_up)
-        return self.project(cpu.silu_mul(inner), layer.down).add_(x)
+        inner = self.project(self._norm(x, layer.mlp_norm), layer.gate_up)
+        return self.project(self._each(cpu.silu_mul, inner), layer.down).add_(x)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._each(lambda rows: cpu.rms_norm(rows, weight, self._eps), x)
+
+    def _each(self, operation: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
+        """An operation on each token, with `tile` in such a way that no token's place matters.
+
+        PyTorch spreads large operations over threads at equal numbers of elements; the ends of such ranges are computed
+        without vector instructions, and round differently. In a single token they always fall on the same elements.
+        """
+        if self.tile is None or x.numel() <= _ONE_THREAD:
+            return operation(x, *others)
+        return torch.cat([operation(*rows) for rows in zip(*(tensor.split(1) for tensor in (x, *others)), strict=True)])
 
     def _tiles(self, num_tokens: int) -> Iterator[slice]:
         tile = self.tile or num_tokens

@@ -27,7 +27,8 @@ from pagewire.models.decoder import Decoder
 from pagewire.models.load import load_model
 from pagewire.step.step import Int32Array, PromptLogprobRows, SampleFlag, StepPlan, StepResult
 from pagewire.worker.cpu_attention import PagedAttention
-from pagewire.worker.cpu_linear import MIN_TOKENS, pack_weights
+from pagewire.worker.cpu_linear import MIN_TOKENS, TILE, check_place_invariance, pack_weights
+from pagewire.worker.cpu_split_attention import SplitAttention
 from pagewire.worker.interface import LogitMasks, WorkerShape
 from pagewire.worker.kv_memory import KVMemory, num_blocks_for
 from pagewire.worker.row_state import RowState
@@ -62,10 +63,15 @@ class CpuWorker:
     """
 
     def __init__(self, config: Config, decoder: Decoder) -> None:
-        self._stepper = _Stepper(config, decoder)
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="pagewire-compute", initializer=_set_threads, initargs=(config.engine.threads,)
         )
+        try:
+            # In the thread that will compute: what is checked of the machine holds for its number of threads.
+            self._stepper = self._thread.submit(_Stepper, config, decoder).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
         self._failure: BaseException | None = None
         self._is_closed = False
 
@@ -131,6 +137,10 @@ class _Stepper:
         if dtype != torch.float32:
             raise ConfigError(f"a CPU computes in float32, not in {dtype}", field="model.dtype")
         pack_weights(decoder)
+        deterministic = config.engine.deterministic
+        decoder.tile = TILE if deterministic else None
+        if deterministic:
+            check_place_invariance(decoder)
         model, max_rows, block_size = decoder.config, config.scheduler.max_rows, config.cache.block_size
         num_blocks = num_blocks_for(
             model,
@@ -140,7 +150,7 @@ class _Stepper:
             itemsize=dtype.itemsize,
         )
         self._memory = KVMemory(model, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
-        self._attention = PagedAttention(model, self._memory)
+        self._attention = (SplitAttention if deterministic else PagedAttention)(model, self._memory)
         self._rows = RowState(max_rows, -(-decoder.max_model_len // block_size))
         self._sampler = Sampler(max_rows=max_rows, vocab_size=model.vocab_size)
         self._forward: _Forward | None = None
@@ -238,7 +248,8 @@ class _Stepper:
 
     def _padded(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         """The last value repeated, up to a number of tokens that the decoder takes."""
-        missing = max(MIN_TOKENS - values.size, 0)
+        tile = self._decoder.tile
+        missing = -values.size % tile if tile else max(MIN_TOKENS - values.size, 0)
         return np.pad(values, (0, missing), mode="edge") if missing else values
 
     def _prompt_logprobs(self, plan: StepPlan, entry: int, num_tops: int, hidden: Tensor) -> PromptLogprobRows:
