@@ -59,4 +59,5 @@ def weights(logits: Float32Array, top: np.float32, temperature: np.float32) -> F
     scaled = logits - top
     if temperature != 1:
         scaled /= temperature
-    return np.exp(scaled, out=scaled)
+    np.exp(scaled, out=scaled)
+    return scaled

@@ -56,4 +56,6 @@ def _log_sum_exp(row: Float32Array) -> np.float64:
 
 
 def _finite(logprobs: Float32Array) -> Float32Array:
-    return np.nan_to_num(np.maximum(logprobs, LOGPROB_MIN), copy=False, nan=LOGPROB_MIN, posinf=LOGPROB_MIN)
+    finite: Float32Array = np.maximum(logprobs, LOGPROB_MIN)
+    finite[~np.isfinite(finite)] = LOGPROB_MIN
+    return finite
