@@ -200,20 +200,15 @@ def _draw_kernel(
     group = tile * (TILE // 4) + tl.arange(0, TILE // 4)
     zero = tl.zeros([TILE // 4], tl.uint32)
     position = zero + tl.load(positions_ptr + s).to(tl.uint32)
-    words = tl.philox(tl.load(seeds_ptr + row), group.to(tl.uint32), position, zero, zero)
-    best = float("-inf")
-    winner = VOCAB
-    for lane in tl.static_range(4):
-        token = 4 * group + lane
-        x = tl.load(logits_ptr + source.to(tl.int64) * logits_stride + token, mask=token < VOCAB, other=float("-inf"))
-        u = ((words[lane] >> 8) | 1).to(tl.float32) * 5.9604644775390625e-08
-        value = tl.div_rn(x - top, temperature) - tl.log(-tl.log(u))
-        value = tl.where(x >= floor, value, float("-inf"))
-        lane_best = tl.max(value, 0)
-        lane_winner = tl.min(tl.where((value == lane_best) & (x >= floor), token, VOCAB), 0)
-        wins = (lane_best > best) | ((lane_best == best) & (lane_winner < winner))
-        best = tl.where(wins, lane_best, best)
-        winner = tl.where(wins, lane_winner, winner)
+    w0, w1, w2, w3 = tl.philox(tl.load(seeds_ptr + row), group.to(tl.uint32), position, zero, zero)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # in the order of the tokens
+    token = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(logits_ptr + source.to(tl.int64) * logits_stride + token, mask=token < VOCAB, other=float("-inf"))
+    u = ((words >> 8) | 1).to(tl.float32) * 5.9604644775390625e-08
+    value = tl.div_rn(x - top, temperature) - tl.log(-tl.log(u))
+    value = tl.where(x >= floor, value, float("-inf"))
+    best = tl.max(value, 0)
+    winner = tl.min(tl.where((value == best) & (x >= floor), token, VOCAB), 0)
     tl.store(values_ptr + at, best)
     tl.store(tokens_ptr + at, winner)
 

@@ -96,6 +96,12 @@ class TorchOps:
     def gate(self, gate_up):
         return reference.silu_mul(gate_up)
 
+    def linear_of_one(self, x, weight, *, norm=None, residual=None, gated=False):
+        total = None if residual is None else x + residual
+        x = x if total is None else total
+        y = torch.nn.functional.linear(x if norm is None else self.norm(x, norm), weight)
+        return (self.gate(y) if gated else y), total
+
     def rope_and_write(self, layer, q, k, v, tokens):
         cos, sin = (table[tokens.positions] for table in (self.decoder.cos, self.decoder.sin))
         q.copy_(reference.rope(q, cos, sin))

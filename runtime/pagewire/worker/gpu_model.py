@@ -2,7 +2,8 @@
 
     embedding ─▶ [ norm ─▶ qkv ─▶ rope + KV write ─▶ attend ─▶ attn_out ─▶ + norm ─▶ gate_up ─▶ gate ─▶ down ─▶ + ] × layers
 
-The residual is added where it is next normalised, so a layer is four products and five other launches.
+The residual is added where it is next normalised, so a layer is four products and five other launches. For a single token
+the products take norms and gate in, and two other launches remain.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class GpuModel:
         config, ops, weights = self.config, self._ops, self._weights
         residual = weights.embedding.index_select(0, tokens.ids)
         num_tokens = residual.shape[0]
+        if num_tokens == 1:
+            return self._hidden_of_one(residual, tokens, attend)
         added: Tensor | None = None
         for number, layer in enumerate(weights.layers):
             x = ops.norm(residual, layer.attn_norm) if added is None else ops.norm(added, layer.attn_norm, residual)
@@ -45,6 +48,25 @@ class GpuModel:
             x = ops.norm(linear(attended.view(num_tokens, -1), layer.attn_out), layer.mlp_norm, residual)
             added = linear(ops.gate(linear(x, layer.gate_up)), layer.down)
         assert added is not None
+        return added, residual
+
+    def _hidden_of_one(self, x: Tensor, tokens: Tokens, attend: Attend) -> tuple[Tensor, Tensor]:
+        """As `hidden`, from the embedding of a single token on: norms and gate are part of the products."""
+        config, ops = self.config, self._ops
+        added, residual = x, None
+        for number, layer in enumerate(self._weights.layers):
+            qkv, total = ops.linear_of_one(added, layer.qkv, norm=layer.attn_norm, residual=residual)
+            heads = qkv.view(1, -1, config.head_dim)
+            q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+            ops.rope_and_write(number, q, k, v, tokens)
+            attended = q.new_empty(q.shape)
+            attend(number, attended, q)
+            projected, _ = ops.linear_of_one(attended.view(1, -1), layer.attn_out)
+            inner, residual = ops.linear_of_one(
+                projected, layer.gate_up, norm=layer.mlp_norm, residual=x if total is None else total, gated=True
+            )
+            added, _ = ops.linear_of_one(inner, layer.down)
+        assert residual is not None
         return added, residual
 
     def logits(self, added: Tensor, residual: Tensor, out: Tensor) -> None:

@@ -15,9 +15,10 @@ from pagewire_kernels import sampling, step_input
 from pagewire_kernels.activation import silu_mul
 from pagewire_kernels.block_copy import BlockPools, copy_blocks
 from pagewire_kernels.kv_write import rope_write_kv
-from pagewire_kernels.paged_decode import DecodePlan, paged_decode, plan_decode
+from pagewire_kernels.paged_decode import DecodePlan, DecodeTiling, paged_decode, plan_decode
 from pagewire_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
 from pagewire_kernels.rms_norm import rms_norm
+from pagewire_kernels.vector_linear import vector_linear
 
 _LEAST_PREFILL: Final = 256
 
@@ -63,6 +64,18 @@ class Ops(Protocol):
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) × up."""
+        ...
+
+    def linear_of_one(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        norm: Tensor | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `pagewire_kernels.vector_linear`: the product, and the new residual where there is one."""
         ...
 
     def rope_and_write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> None:
@@ -116,6 +129,7 @@ class TritonOps:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             device=device,
+            tiling=DecodeTiling(min_share=1),
         )
         sizes = [_LEAST_PREFILL]
         while sizes[-1] < max_step_tokens:
@@ -174,6 +188,23 @@ class TritonOps:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         silu_mul(out, gate_up)
         return out
+
+    def linear_of_one(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        norm: Tensor | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Ops`."""
+        out = x.new_empty(1, weight.shape[0] // (2 if gated else 1))
+        residual_out = None if residual is None else torch.empty_like(residual)
+        vector_linear(
+            out, x, weight, norm=norm, eps=self._eps, residual=residual, residual_out=residual_out, gated=gated
+        )
+        return out, residual_out
 
     def rope_and_write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> None:
         """See `Ops`."""
