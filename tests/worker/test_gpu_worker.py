@@ -8,6 +8,7 @@ import random
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -143,6 +144,20 @@ async def test_broken_logits_end_their_request_alone(folder):
             await bad.result()
         again = engine.generate([3, 4, 5], max_tokens=6, temperature=0, logit_bias={7: -100}, echo_text=False)
         assert (await again.result()).token_ids == (await good.result()).token_ids
+
+
+def test_bit_identical_tokens_are_not_promised(folder):
+    made = config(folder)
+    made = msgspec.structs.replace(made, engine=msgspec.structs.replace(made.engine, deterministic=True))
+    with pytest.raises(ConfigError) as caught:
+        worker_of(made)
+    assert caught.value.field == "engine.deterministic"
+
+
+async def test_without_a_card_it_says_so(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        await GpuWorker.load(config(folder))
 
 
 async def test_a_device_that_fails_fails_the_handles(folder):

@@ -54,6 +54,8 @@ class GpuWorker:
         *,
         with_graphs: bool = True,
     ) -> None:
+        if config.engine.deterministic:
+            raise ConfigError("a GPU does not compute bit-identically yet; a CPU does", field="engine.deterministic")
         with torch.inference_mode():
             self._stepper: Stepper | None = Stepper(config, decoder, device, make_ops, with_graphs=with_graphs)
         self._shape = self._stepper.shape
@@ -62,14 +64,27 @@ class GpuWorker:
 
     @classmethod
     async def load(cls, config: Config) -> GpuWorker:
-        """Load the model and capture graphs, off the loop."""
+        """Load the model and capture graphs, off the loop.
+
+        Raises:
+            ModelError: the model cannot be served.
+            ConfigError: there is no card, or it is too small.
+        """
 
         def work() -> GpuWorker:
             if not torch.cuda.is_available():
                 raise ConfigError("there is no CUDA device that PyTorch can use", field="model.device")
             device = CudaDevice()
-            decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device)
-            return cls(config, decoder, device)
+            free = device.free_bytes()
+            try:
+                decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device)
+                return cls(config, decoder, device)
+            except torch.OutOfMemoryError:
+                raise ConfigError(
+                    f"the model does not fit: {free / 2**30:.1f} GiB of the card were free; "
+                    "take a smaller model, fewer rows, smaller steps or less KV memory",
+                    field="model.path",
+                ) from None
 
         return await asyncio.to_thread(work)
 

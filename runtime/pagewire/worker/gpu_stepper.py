@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagewire.config import Config
-from pagewire.errors import InternalError
+from pagewire.errors import ConfigError, InternalError
 from pagewire.models.decoder import Decoder
 from pagewire.step.step import Int32Array, StepPlan
 from pagewire.worker.gpu_device import Device
@@ -29,12 +29,23 @@ from pagewire.worker.interface import LogitMasks, WorkerShape
 MakeOps = Callable[[Decoder, GpuKV, GpuRows, int], Ops]
 """(decoder, memory, rows, max_step_tokens)."""
 
+_LEAST_HEAD: Final = 16
 _PROMPT_LOGITS: Final = 256
 """Positions whose logits are held at once for prompt log-probabilities."""
 
 
 def triton_ops(decoder: Decoder, memory: GpuKV, rows: GpuRows, max_step_tokens: int) -> Ops:
-    """The kernels of a card."""
+    """The kernels of a card.
+
+    Raises:
+        ConfigError: they do not cover the model.
+    """
+    head_dim = decoder.config.head_dim
+    if head_dim < _LEAST_HEAD or head_dim & (head_dim - 1):
+        raise ConfigError(
+            f"a GPU computes heads whose size is a power of two from {_LEAST_HEAD} up, not {head_dim}; a CPU does",
+            field="model.device",
+        )
     return TritonOps(decoder, memory, rows, max_step_tokens=max_step_tokens)
 
 
