@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,37 +111,59 @@ def _measure_steps(report: Report, stepper: Any, count: int, length: int, *, wit
     first.joins, first.block_rows = [], first.block_rows[:0]
     first.block_cols, first.block_ids = first.block_cols[:0], first.block_ids[:0]
 
+    in_flight: deque[Any] = deque()
+
     def step() -> float:
+        """As the engine does: two in flight. What the launch took."""
+        while len(in_flight) == 2:
+            if in_flight[0].done.query():
+                in_flight.popleft()
         begun = time.perf_counter()
         stepper.forward(first)
-        stepper.sample(first, None)
+        in_flight.append(stepper.sample(first, None))
         return time.perf_counter() - begun
 
     for _ in range(5):
         step()
     torch.cuda.synchronize()
-    begun, num = time.perf_counter(), 40
+    begun, num = time.perf_counter(), 100
     host = [step() for _ in range(num)]
     torch.cuda.synchronize()
     report.add(case_of(count), "card_step", 1e3 * (time.perf_counter() - begun) / num, "ms")
     report.add(case_of(count), "launch_p50", 1e6 * float(np.median(host)), "µs")
     if with_kernels:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(5):
-                step()
-            torch.cuda.synchronize()
-        found = sorted(profile.key_averages(), key=lambda k: -k.self_device_time_total)
-        print(f"\nkernels of a step, {count} streams", file=sys.stderr)
-        for kernel in found[:16]:
-            print(
-                f"{kernel.self_device_time_total / 5:10.1f} µs {kernel.count / 5:6.1f} × {kernel.key[:110]}",
-                file=sys.stderr,
-            )
-    first.leaves = rows
+        _show_kernels(count, step)
     empty = StepPlan(1, rows[:0], rows[:0], rows[:0], rows[:0], 0, leaves=rows)
     stepper.forward(empty)
     stepper.sample(empty, None)
     torch.cuda.synchronize()
+
+
+def _show_kernels(count: int, step: Callable[[], float]) -> None:
+    """Where a step's time goes, by kernel; and how busy the card is between the first and the last of them."""
+    import torch
+
+    num = 20
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(num):
+            step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, last = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+    wall = last - spans[0][0]
+    print(f"\nkernels of a step, {count} streams; {wall / num:.0f} µs, busy {100 * busy / wall:.1f} %", file=sys.stderr)
+    for kernel in sorted(profile.key_averages(), key=lambda k: -k.self_device_time_total)[:16]:
+        print(
+            f"{kernel.self_device_time_total / num:10.1f} µs {kernel.count / num:6.1f} × {kernel.key[:110]}",
+            file=sys.stderr,
+        )
 
 
 # ---- the whole way -------------------------------------------------------------------------------------------------------
