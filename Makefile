@@ -26,7 +26,7 @@ demo: $(INSTALL) $(MODEL) ## serve the demo model, stream one answer, say how fa
 	@PAGEWIRE_PROMPT='$(subst ','\'',$(value PROMPT))'; $(BIN)/python -m pagewire.cli.main demo -- "$$PAGEWIRE_PROMPT"
 
 test: $(INSTALL) $(MODEL) ## all tests but the soaks
-	$(BIN)/python -m pytest -q -m "not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(INSTALL) ## linter, formatter, types, import ladder, no pickle
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ from pagewire_transport.params import SamplingParams
 
 BLOCK = 16
 PROMPT = 64
-MAX_LEN = 8192
+MAX_LEN = 12_288
 
 
 class Probe:
@@ -73,7 +73,7 @@ class Stub:
         self.serial = 0
         self.pending: list[StepPlan] = []
         config = SchedulerConfig(max_rows=rows, max_step_tokens=max(2048, rows), max_waiting=4 * rows + 16)
-        blocks = rows * 48 + 4096
+        blocks = rows * 256 + 4096  # never short: preemption is not what is measured here
         self.scheduler = Scheduler(
             num_blocks=blocks, block_size=BLOCK, max_rows=rows, max_model_len=MAX_LEN, config=config, eos_ids=(2,)
         )
@@ -87,7 +87,7 @@ class Stub:
     def submit(self, prompt: int, max_tokens: int) -> None:
         self.serial += 1
         ids = self.rng.integers(10, 1000, prompt, np.int32)
-        params = SamplingParams(max_tokens=min(max_tokens, 640), seed=self.serial)
+        params = SamplingParams(max_tokens=max_tokens, seed=self.serial)
         self.scheduler.submit(Request(str(self.serial), ids, params, self.now), self.now)
 
     def churn(self, *, aligned: bool) -> None:
@@ -95,7 +95,7 @@ class Stub:
         if self.scheduler.num_running + self.scheduler.num_waiting >= self.rows:
             oldest = min((s for s in self.scheduler.batch.sequences if s is not None), key=lambda s: s.order)
             self.scheduler.finish_at(oldest, oldest.num_output, self.now)
-        self.submit(PROMPT + (0 if aligned else int(self.rng.integers(0, BLOCK))), 640)
+        self.submit(PROMPT + (0 if aligned else int(self.rng.integers(0, BLOCK))), 10 * self.rows)
 
     def answer(self, plan: StepPlan) -> StepResult:
         n = plan.sample_rows.size

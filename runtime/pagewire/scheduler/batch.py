@@ -13,11 +13,36 @@ the numbers, each once a step.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypeVar
+
 import numpy as np
 
 from pagewire.request.request import TokenArray
+from pagewire.scheduler.in_flight import RowIndex
 from pagewire.scheduler.sequence import NO_ROW, Sequence, SequenceState
 from pagewire.step.step import NULL_BLOCK, Int32Array
+
+_Array = TypeVar("_Array", RowIndex, Int32Array)
+
+
+def _frozen(array: _Array) -> _Array:
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSet:
+    """The rows that decode, with what a step needs of them; the same object from step to step until one joins or leaves.
+
+    All arrays have the length of `rows`, and are read-only, since several plans share them.
+    """
+
+    rows: RowIndex
+    narrow_rows: Int32Array
+    epochs: Int32Array
+    slots: Int32Array
+    num_prompt: Int32Array
 
 
 class Batch:
@@ -41,13 +66,32 @@ class Batch:
         self.limit = np.zeros(max_rows, np.int32)
         self.epoch = np.zeros(max_rows, np.int32)
         self.slot = np.zeros(max_rows, np.int32)
-        self.decodes = np.zeros(max_rows, np.bool_)
+        self.decodes = np.zeros(max_rows, np.bool_)  # changed by `set_decodes` alone
+        self._decode_set: DecodeSet | None = None
         self.sequences: list[Sequence | None] = [None] * max_rows
         # Lowest row first: a small batch stays at the front of every array.
         self.num_placed = 0
         self.num_departures = 0
         self._high = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
+
+    def set_decodes(self, rows: RowIndex | int, value: bool | np.bool_) -> None:
+        """Whether `rows` take part in the next decode steps."""
+        self.decodes[rows] = value
+        self._decode_set = None
+
+    def decode_set(self) -> DecodeSet:
+        """Who decodes. O(1) as long as nobody joined or left, otherwise a few whole-array operations."""
+        if self._decode_set is None:
+            rows = self.decodes[: self._high].nonzero()[0]
+            self._decode_set = DecodeSet(
+                rows=_frozen(rows),
+                narrow_rows=_frozen(rows.astype(np.int32)),
+                epochs=_frozen(self.epoch.take(rows)),
+                slots=_frozen(self.slot.take(rows)),
+                num_prompt=_frozen(self.num_prompt.take(rows)),
+            )
+        return self._decode_set
 
     @property
     def num_in_use(self) -> int:
@@ -76,7 +120,6 @@ class Batch:
         self.num_known[row] = known.size
         self.limit[row] = sequence.limit
         self.slot[row] = sequence.slot
-        self.decodes[row] = False
         self.sequences[row] = sequence
         sequence.row = row
         sequence.num_known = self.num_known
@@ -120,7 +163,7 @@ class Batch:
         sequence.row = NO_ROW
         sequence.num_known = None
         self.sequences[row] = None
-        self.decodes[row] = False
+        self.set_decodes(row, False)
         self.epoch[row] += 1
         self.num_departures += 1
         self.num_placed -= 1
@@ -150,6 +193,8 @@ class Batch:
             assert 0 <= computed <= scheduled, (row, computed, scheduled)
             assert self.num_prompt[row] <= known <= limit, (row, known, limit)
             assert scheduled <= self.num_blocks[row] * self.block_size, row
+            if self._decode_set is not None:
+                assert (row in self._decode_set.rows) == self.decodes[row], row
             if self.decodes[row]:
                 assert sequence.state is SequenceState.RUNNING, (row, sequence.state)
                 assert known <= scheduled + 1 < limit, (row, known, scheduled, limit)

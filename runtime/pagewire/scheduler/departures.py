@@ -93,7 +93,7 @@ class Departures:
         A token in flight is committed first: with a step on its way, this completes at that step's fence.
         """
         row = sequence.row
-        self._batch.decodes[row] = False
+        self._batch.set_decodes(row, False)
         sequence.is_leaving = True
         fence = self._in_flight.fence_of(row)
         if fence is not None:

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from pagewire.request.request import TokenArray
+from pagewire.scheduler.batch import DecodeSet
 from pagewire.scheduler.constants import ascending, ones
 from pagewire.scheduler.in_flight import RowIndex
 from pagewire.step.step import Int32Array, RowJoin, StepPlan
@@ -92,7 +93,14 @@ class Draft:
         """Log-probabilities of the chunk's next prompt tokens."""
         self._prompt_logprobs[chunk] = top
 
-    def finish(self, step: int, decode_rows: RowIndex, decode_starts: Int32Array, epoch: Int32Array) -> _Finished:
+    def finish(
+        self,
+        step: int,
+        decode_rows: RowIndex,
+        decode_starts: Int32Array,
+        epoch: Int32Array,
+        decode_set: DecodeSet | None = None,
+    ) -> _Finished:
         """The plan and the rows it names: decode entries first, each with its sample, then the chunks."""
         num_decode = decode_rows.size
         rows = sample_rows = decode_rows
@@ -104,7 +112,10 @@ class Draft:
             chunk_samples = np.array(self._samples, np.int32).reshape(-1, 2)
             entries = np.concatenate([entries, chunk_samples[:, 0] + np.int32(num_decode)])
             sample_rows = np.concatenate([sample_rows, chunk_samples[:, 1].astype(np.intp)])
-        narrow, epochs = rows.astype(np.int32), epoch.take(rows)
+        if decode_set is not None and rows is decode_set.rows:
+            narrow, epochs = decode_set.narrow_rows, decode_set.epochs
+        else:
+            narrow, epochs = rows.astype(np.int32), epoch.take(rows)
         same = sample_rows is rows
         plan = StepPlan(
             step=step,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from pagewire.scheduler.batch import DecodeSet
 
 RowIndex = npt.NDArray[np.intp]
 
@@ -20,6 +24,10 @@ class PlannedStep:
     """Of the entries."""
     sample_rows: RowIndex
     """Of the samples; the same array where no prompt is in the step."""
+    reaches_limit: bool
+    """Some sample is the last that its row may have."""
+    decode_set: DecodeSet | None
+    """Where the step is nothing but one token for each of these."""
     departures: int
     """How many sequences had left their rows when it was planned: as long as no more did, nothing in it is stale."""
 
@@ -36,11 +44,13 @@ class InFlight:
         self.planning_step: int | None = None
         self.planning_rows: RowIndex = np.empty(0, np.intp)
         self.planning_chunks: set[int] = set()
+        self.planning_last = False
 
     def begin(self, step: int, rows: RowIndex) -> None:
         """`step` is being planned; its decode rows stand."""
         self.planning_step = step
         self.planning_rows = rows
+        self.planning_last = False
 
     def commit(self, planned: PlannedStep) -> None:
         """It is planned."""

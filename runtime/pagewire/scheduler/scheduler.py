@@ -16,6 +16,7 @@ progresses, and everyone becomes most senior in the end (F24).
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 import numpy as np
 
@@ -36,6 +37,9 @@ from pagewire.scheduler.victims import choose_victim
 from pagewire.scheduler.waiting import PrefixWaits, WaitingQueue
 from pagewire.step.step import Int32Array, RowJoin, SampleFlag, StepPlan, StepResult
 from pagewire_transport.messages import FinishReason
+
+NO_LIMIT: Final = 2**31 - 1
+"""Headroom of an empty batch."""
 
 
 class Scheduler:
@@ -74,6 +78,7 @@ class Scheduler:
         self._next_draft = Draft()  # and what already must wait for the one after
         self._next_step = 0
         self._next_order = 0
+        self._headroom = NO_LIMIT  # steps in which no decoding row can reach its limit
         self._slots = _Slots()
         self._live: dict[int, Sequence] = {}  # by order
 
@@ -141,7 +146,7 @@ class Scheduler:
         sequence.is_paused = True
         if sequence.state is SequenceState.RUNNING:
             sequence.state = SequenceState.PAUSED
-            self.batch.decodes[sequence.row] = False
+            self.batch.set_decodes(sequence.row, False)
         elif sequence.row == NO_ROW and sequence.leader is None:
             self.waiting.remove(sequence)
             if sequence.is_held:
@@ -155,9 +160,9 @@ class Scheduler:
         if sequence.state is SequenceState.PAUSED:
             sequence.state = SequenceState.RUNNING
             row = sequence.row
-            self.batch.decodes[row] = (
-                not sequence.is_leaving and self.batch.num_scheduled[row] + 1 < self.batch.limit[row]
-            )
+            room = int(self.batch.limit[row] - self.batch.num_scheduled[row]) - 1
+            if room > 0 and not sequence.is_leaving:
+                self._decode(row, room)
         elif sequence.row == NO_ROW and sequence.leader is None:
             self.waiting.push(sequence)
 
@@ -177,32 +182,31 @@ class Scheduler:
         """The next step, or None where nothing can run now."""
         step, batch, in_flight = self._next_step, self.batch, self._in_flight
         self.admission.wake_expired(step)
-        rows, starts = self._decode_rows(now_ns)
+        everyone = batch.decode_set()
+        rows, starts = self._decode_rows(everyone.rows, now_ns)
         in_flight.begin(step, rows)
         self._prefill(self.config.max_step_tokens - rows.size, now_ns)
         if rows.size == 0 and not self._draft.has_chunks:
             in_flight.abandon()
             return None
+        decode_set = everyone if rows is everyone.rows else None
         if rows.size:
-            batch.num_scheduled[rows] = starts + 1
-            # This step brings token number starts + 2 of the sequence: who then has all it may have, needs no other.
-            complete = starts + 2 >= batch.limit.take(rows)
-            if np.count_nonzero(complete):  # a third of the price of any()
-                batch.decodes[rows[complete]] = False
-        plan, named, sampled = self._draft.finish(step, rows, starts, batch.epoch)
+            self._advance(rows, starts)
+        plan, named, sampled = self._draft.finish(step, rows, starts, batch.epoch, decode_set)
+        if plan.rows.size > rows.size:
+            decode_set = None
         self._draft, self._next_draft = self._next_draft, Draft()
         if plan.copy_src.size:
             self.departures.release_at(step, np.concatenate([plan.copy_src, plan.copy_dst]))
-        in_flight.commit(PlannedStep(step, named, sampled, batch.num_departures))
+        in_flight.commit(PlannedStep(step, named, sampled, in_flight.planning_last, decode_set, batch.num_departures))
         self._next_step = step + 1
         return plan
 
-    def _decode_rows(self, now_ns: int) -> tuple[RowIndex, Int32Array]:
-        """Rows that decode in this step and the position that each computes, with a block for it."""
+    def _decode_rows(self, rows: RowIndex, now_ns: int) -> tuple[RowIndex, Int32Array]:
+        """Those of `rows` that decode in this step, and the position that each computes, with a block for it."""
         batch = self.batch
-        rows = np.flatnonzero(batch.decodes[: batch.num_in_use])
         starts = batch.num_scheduled.take(rows)
-        crossing = np.flatnonzero(starts % batch.block_size == 0)
+        crossing = (starts & (batch.block_size - 1) == 0).nonzero()[0]
         if crossing.size == 0:
             return rows, starts
         growing = rows[crossing]
@@ -214,6 +218,20 @@ class Scheduler:
         keep = batch.decodes[rows]
         keep[crossing] &= np.isin(growing, granted)
         return rows[keep], starts[keep]
+
+    def _advance(self, rows: RowIndex, starts: Int32Array) -> None:
+        """`rows` get a token each by this step: number starts + 2 of their sequences."""
+        batch = self.batch
+        batch.num_scheduled[rows] = starts + 1
+        # Nobody can reach its limit before the smallest room that was left is used up.
+        self._headroom -= 1
+        if self._headroom > 0:
+            return
+        room = batch.limit.take(rows) - starts - 2
+        self._in_flight.planning_last |= not room.all()
+        batch.set_decodes(rows[room == 0], False)
+        left = batch.limit[batch.decodes] - batch.num_scheduled[batch.decodes] - 1
+        self._headroom = int(left.min()) if left.size else NO_LIMIT
 
     def _grow(self, rows: RowIndex, blocks: Int32Array) -> None:
         cols = self.batch.num_blocks[rows]
@@ -287,7 +305,15 @@ class Scheduler:
         batch, row = self.batch, sequence.row
         self._draft.sample(chunk, row)
         sequence.state = SequenceState.PAUSED if sequence.is_paused else SequenceState.RUNNING
-        batch.decodes[row] = not sequence.is_paused and batch.num_known[row] + 1 < batch.limit[row]
+        room = int(batch.limit[row] - batch.num_known[row]) - 1
+        self._in_flight.planning_last |= room == 0
+        if room > 0 and not sequence.is_paused:
+            self._decode(row, room)
+
+    def _decode(self, row: int, room: int) -> None:
+        """From the next plan on, `row` decodes; it may have `room` tokens more."""
+        self.batch.set_decodes(row, True)
+        self._headroom = min(self._headroom, room)
 
     def _fork(self, leader: Sequence, chunk: int) -> None:
         """The leader's followers start: they share its full blocks; its partial tail is copied in the next step."""
@@ -335,15 +361,13 @@ class Scheduler:
         """Commit a step: the oldest that is planned and not applied."""
         planned = self._in_flight.steps.popleft()
         assert result.step == plan.step == planned.step, (result.step, plan.step, planned.step)
-        outcome = StepOutcome(plan.step)
         has_chunks = plan.rows.size > plan.num_decode
+        samples, rows = self._drawn(plan, planned, result)
+        outcome = self._commit(plan, planned, result, samples, rows)
         if has_chunks:
             self._advance_chunks(plan, result, outcome)
-        samples, rows = self._drawn(plan, planned, result)
-        self._commit(result, samples, rows, outcome)
-        if has_chunks:
             self._finish_prefills(plan, samples, now_ns)
-        self._end_sampled(plan, result, samples, rows, outcome.token_ids, now_ns)
+        self._end_sampled(plan, result, samples, rows, outcome.token_ids, now_ns, reaches_limit=planned.reaches_limit)
         if has_chunks:
             self._finish_unsampled(plan, now_ns)
         self.departures.pass_fence(plan.step, self._draft)
@@ -375,18 +399,23 @@ class Scheduler:
         samples = np.flatnonzero(drawn).astype(np.int32)
         return samples, planned.sample_rows[samples]
 
-    def _commit(self, result: StepResult, samples: Int32Array, rows: RowIndex, outcome: StepOutcome) -> None:
+    def _commit(
+        self, plan: StepPlan, planned: PlannedStep, result: StepResult, samples: Int32Array, rows: RowIndex
+    ) -> StepOutcome:
         """Append the drawn tokens to the ledger."""
-        batch, token_ids = self.batch, result.token_ids
+        batch, token_ids, together = self.batch, result.token_ids, planned.decode_set
+        if together is not None and rows is together.rows:
+            known, slots, num_prompt = plan.starts + 1, together.slots, together.num_prompt
+        else:
+            known, slots, num_prompt = batch.num_known.take(rows), batch.slot.take(rows), batch.num_prompt.take(rows)
         if token_ids.size != samples.size:
             token_ids = token_ids[(np.cumsum(result.counts) - result.counts)[samples]]
-        known = batch.num_known.take(rows)
         batch.ledger[rows, known] = token_ids
         batch.num_known[rows] = known + 1
-        outcome.slots, outcome.token_ids, outcome.samples = batch.slot.take(rows), token_ids, samples
-        outcome.starts, outcome.counts = known - batch.num_prompt.take(rows), ones(rows.size)
+        outcome = StepOutcome(plan.step, slots, known - num_prompt, ones(rows.size), token_ids, samples)
         if result.logprobs is not None:
             outcome.logprobs = commit_logprobs(result.logprobs, samples, result.counts.size)
+        return outcome
 
     def _end_sampled(
         self,
@@ -396,11 +425,15 @@ class Scheduler:
         rows: RowIndex,
         token_ids: Int32Array,
         now_ns: int,
+        *,
+        reaches_limit: bool,
     ) -> None:
         """End who stopped, reached its limit, or had no good logits."""
         batch = self.batch
-        ends = batch.num_known.take(rows) >= batch.limit.take(rows)
         flagged = np.count_nonzero(result.flags) > 0
+        if not flagged and not reaches_limit:
+            return
+        ends = batch.num_known.take(rows) >= batch.limit.take(rows)
         if flagged:
             stopped = (result.flags[samples] & SampleFlag.STOPPED) != 0
             for i in np.flatnonzero(stopped):
