@@ -109,11 +109,12 @@ class SplitAttention:
                 new_top = torch.maximum(top, new_top)
             weights = scores.sub_(new_top).exp_()
             new_total, new_acc = weights.sum(dim=-1, keepdim=True), torch.bmm(weights, v)
-            if top is not None:
+            if top is not None and total is not None and acc is not None:
                 fade = (top - new_top).exp_()
                 new_total, new_acc = new_total.add_(total * fade), new_acc.add_(acc * fade)
             top, total, acc = new_top, new_total, new_acc
         assert acc is not None
+        assert total is not None
         out = acc.div_(total).view(heads, TILE, group, dim).transpose(0, 1)
         return out[tile.offset : end].reshape(q.shape[0], -1)
 
