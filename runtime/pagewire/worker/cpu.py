@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -26,6 +25,7 @@ from pagewire.errors import ConfigError, InternalError
 from pagewire.models.decoder import Decoder
 from pagewire.models.load import load_model
 from pagewire.step.step import Int32Array, PromptLogprobRows, SampleFlag, StepPlan, StepResult
+from pagewire.worker.compute_thread import ComputeThread
 from pagewire.worker.cpu_attention import PagedAttention
 from pagewire.worker.cpu_linear import MIN_TOKENS, TILE, check_place_invariance, pack_weights
 from pagewire.worker.cpu_split_attention import SplitAttention
@@ -63,45 +63,54 @@ class CpuWorker:
     """
 
     def __init__(self, config: Config, decoder: Decoder) -> None:
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="pagewire-compute", initializer=_set_threads, initargs=(config.engine.threads,)
-        )
+        thread = _start(config)
         try:
-            # In the thread that will compute: what is checked of the machine holds for its number of threads.
-            self._stepper = self._thread.submit(_Stepper, config, decoder).result()
+            self._begin(thread, thread.submit(lambda: _Stepper(config, decoder)).result())
         except BaseException:
-            self._thread.shutdown()
+            thread.stop()
             raise
-        self._failure: BaseException | None = None
-        self._is_closed = False
 
     @classmethod
     async def load(cls, config: Config) -> CpuWorker:
         """Load the model off the loop."""
-        return await asyncio.to_thread(lambda: cls(config, load_model(config.model)))
+        thread = _start(config)
+        try:
+            stepper = await asyncio.wrap_future(thread.submit(lambda: _Stepper(config, load_model(config.model))))
+        except BaseException:
+            thread.stop()
+            raise
+        worker = cls.__new__(cls)
+        worker._begin(thread, stepper)
+        return worker
+
+    def _begin(self, thread: ComputeThread, stepper: _Stepper) -> None:
+        self._thread = thread
+        self._stepper: _Stepper | None = stepper
+        self._shape = stepper.shape
+        self._failure: BaseException | None = None
 
     @property
     def shape(self) -> WorkerShape:
         """Sizes for the scheduler."""
-        return self._stepper.shape
+        return self._shape
 
     def launch_forward(self, plan: StepPlan) -> Awaitable[None]:
         """Queue the plan's deltas, copies and forward pass."""
-        return self._launch(lambda: self._stepper.forward(plan))
+        return self._launch(lambda stepper: stepper.forward(plan))
 
     def launch_sample(self, plan: StepPlan, masks: LogitMasks | None = None) -> Awaitable[StepResult]:
         """Queue the draw of the plan's samples."""
-        return self._launch(lambda: self._stepper.sample(plan, masks))
+        return self._launch(lambda stepper: stepper.sample(plan, masks))
 
     async def close(self) -> None:
-        """Wait for what is queued, then stop the thread."""
-        if not self._is_closed:
-            self._is_closed = True
-            await asyncio.to_thread(self._thread.shutdown)
+        """Wait for what is queued, then free everything."""
+        self._thread.stop()
+        await asyncio.wrap_future(self._thread.ended)
+        self._stepper = None
 
-    def _launch(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+    def _launch(self, work: Callable[[_Stepper], _T]) -> asyncio.Future[_T]:
         """A future of our own, not `wrap_future`: cancelling that would take a step out of the order."""
-        loop = asyncio.get_running_loop()
+        loop, stepper = asyncio.get_running_loop(), self._stepper
         handle: asyncio.Future[_T] = loop.create_future()
 
         def settle(result: _T | None, error: BaseException | None) -> None:
@@ -114,10 +123,10 @@ class CpuWorker:
 
         def run() -> None:
             result, error = None, self._failure
-            if error is None:
+            if error is None and stepper is not None:
                 try:
                     with torch.inference_mode():
-                        result = work()
+                        result = work(stepper)
                 except BaseException as caught:  # noqa: BLE001  (goes to whoever awaits)
                     # The state may be half changed: nothing that follows could be trusted.
                     self._failure = error = caught
@@ -292,7 +301,11 @@ def _ranges(starts: Int32Array, num: Int32Array) -> npt.NDArray[np.int64]:
     return positions
 
 
-def _set_threads(num_threads: int) -> None:
-    """Compute threads; the count is the process's, but each thread has to take it over."""
-    if num_threads:
-        torch.set_num_threads(num_threads)
+def _start(config: Config) -> ComputeThread:
+    """The thread that loads, checks and computes: what is checked of the machine holds for its number of threads."""
+
+    def prepare() -> None:
+        if config.engine.threads:
+            torch.set_num_threads(config.engine.threads)
+
+    return ComputeThread("pagewire-compute", prepare)
