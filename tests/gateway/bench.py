@@ -62,7 +62,7 @@ WELCOME = Welcome(
     vocab_size=256,
     max_model_len=1000,
     max_streams=99,
-    max_message_bytes=99,
+    max_message_bytes=2**20,
     heartbeat_ms=1,
     heartbeat_timeout_ms=2,
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from array import array
 
+import msgspec
 import pytest
-from tests.gateway.bench import BYTES, accepted, done, ids_of, tokens
+from tests.gateway.bench import BYTES, WELCOME, accepted, done, ids_of, tokens
 
 from pagewire.errors import Draining, EngineFailed, InvalidRequest, Overloaded
 from pagewire_client.text.text_stream import TextStream
@@ -309,6 +310,45 @@ async def test_prompts_that_wait_are_capped(make_bench):
     bench.client("b", Generate(stream=1, prompt="x"))
     await bench.settle()
     assert bench.of(Error, "b") == []
+
+
+async def test_a_text_that_no_tokens_make_short_enough_is_refused_unread(make_bench):
+    """F50: encoding takes many times a text's memory."""
+    bench = make_bench(max_chars=lambda: 10)
+    bench.client("a", Generate(stream=1, prompt="x" * 11))
+    bench.client("a", Generate(stream=2, messages=(ChatMessage(role="user", content="x" * 6),) * 2))
+    bench.client("a", Generate(stream=3, prompt="x" * 10))
+    await bench.settle()
+    assert [(m.code, m.stream, m.field) for m in bench.of(Error)] == [
+        ("prompt_too_long", 1, "prompt"),
+        ("prompt_too_long", 2, "messages"),
+    ]
+    assert len(bench.to_engine(Generate)) == 1
+
+
+@pytest.mark.parametrize("limit", [{"max_model_len": 5}, {"max_message_bytes": 16_384 + 5 * 4}])
+async def test_ids_that_the_engines_door_would_not_take_stay_here(make_bench, limit):
+    bench = make_bench()
+    bench.gateway.engine_ready(msgspec.structs.replace(WELCOME, **limit))
+    bench.client("a", Generate(stream=1, prompt="123456"))
+    bench.client("a", Generate(stream=2, prompt_ids=bytes(4 * 5 + 1)))
+    bench.client("a", Generate(stream=3, prompt_ids=bytes(4 * 5)))
+    await bench.settle()
+    assert sorted((m.code, m.stream, m.field) for m in bench.of(Error)) == [
+        ("prompt_too_long", 1, "prompt"),
+        ("prompt_too_long", 2, "prompt_ids"),
+    ]
+    assert len(bench.to_engine(Generate)) == 1
+
+
+async def test_an_engine_that_answers_again_is_asked_again(bench):
+    bench.gateway.engine_lost(EngineFailed("silent"))
+    bench.client("a", Generate(stream=1, prompt_ids=b"abcd"))
+    assert bench.of(Error)[0].code == "engine_failed"
+    bench.gateway.engine_ready(WELCOME)
+    assert bench.gateway.is_ready
+    bench.client("a", Generate(stream=2, prompt_ids=b"abcd"))
+    assert len(bench.to_engine(Generate)) == 1
 
 
 async def test_the_engines_refusals_pass_with_code_and_field(bench):

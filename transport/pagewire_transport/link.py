@@ -39,6 +39,7 @@ class Link:
         client: free text for the server's logs.
         on_message: takes every message but `welcome` and `pong`; must not raise.
         on_lost: told why a connection broke: nothing more comes for what was asked over it. A new one is being made.
+        on_welcome: told of every welcome: of the first connection, and of each that was made after one broke.
         now_ns: the clock for heartbeats.
 
     Raises:
@@ -52,6 +53,7 @@ class Link:
         client: str,
         on_message: Callable[[FromServer], None],
         on_lost: Callable[[PagewireError], None],
+        on_welcome: Callable[[Welcome], None] = lambda welcome: None,  # noqa: ARG005
         max_reply_bytes: int = MAX_REPLY_BYTES,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -63,6 +65,7 @@ class Link:
         self._client = client
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_welcome = on_welcome
         self._max_reply_bytes = max_reply_bytes
         self._now_ns = now_ns
         self._loop = asyncio.get_running_loop()
@@ -191,6 +194,7 @@ class Link:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(message)
+        self._on_welcome(message)
 
     def _refused(self, message: Error) -> None:
         if message.field == HELLO_FIRST and self.welcome is not None:

@@ -26,6 +26,7 @@ from pagewire.errors import (
     InvalidRequest,
     Overloaded,
     PagewireError,
+    PromptTooLong,
     UnknownStream,
     UnsupportedFeature,
 )
@@ -56,6 +57,9 @@ from pagewire_transport.messages import (
 _log: Final = structlog.get_logger()
 
 RETRY_AFTER_MS: Final = 1000
+_ID_BYTES: Final = 4
+_AROUND_PROMPT_BYTES: Final = 16_384
+"""More than the largest `params` and `namespace` take."""
 
 
 class Preparer(Protocol):
@@ -112,6 +116,11 @@ class Gateway:
         return self._engine is not None
 
     @property
+    def max_model_len(self) -> int:
+        """Longest sequence that the engine serves; 0 before it answered."""
+        return self._engine.max_model_len if self._engine is not None else 0
+
+    @property
     def num_streams(self) -> int:
         """Streams whose clients have not been sent their end."""
         return sum(len(client.streams) for client in self._clients.values())
@@ -134,7 +143,7 @@ class Gateway:
         assert not self._touched, "somebody forgot to flush"
 
     def engine_ready(self, engine: Welcome) -> None:
-        """The engine answered; streams are taken from now on."""
+        """The engine answered, for the first time or again; streams are taken from now on."""
         self._engine = engine
         if not isinstance(self._refusing, Draining):
             self._refusing = None
@@ -291,9 +300,22 @@ class Gateway:
 
     def _start(self, client: Client, stream: GatewayStream, message: Generate, prompt_ids: bytes) -> None:
         try:
+            self._check_size(prompt_ids, stream.prompt_field)
             self._upstream.start(client, stream, message, prompt_ids)
         except PagewireError as error:
             self._fail(client, stream, error)
+
+    def _check_size(self, prompt_ids: bytes, field: str) -> None:
+        """What the engine's door would refuse unread counts as an offence there, and too many of those end the one
+        connection that carries everybody's streams.
+        """
+        assert self._engine is not None, "streams are taken once it answered"
+        most = min(self._engine.max_model_len, (self._engine.max_message_bytes - _AROUND_PROMPT_BYTES) // _ID_BYTES)
+        if len(prompt_ids) > most * _ID_BYTES:
+            raise PromptTooLong(
+                f"{len(prompt_ids) // _ID_BYTES} tokens leave no room: prompt and output together may have {most}",
+                field=field,
+            )
 
     def _cancel(self, client: Client, stream: GatewayStream) -> None:
         if stream.ending is not None:

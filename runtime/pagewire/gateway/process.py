@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -71,7 +71,7 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
-    preparation = _preparation(text)
+    preparation = _preparation(text, lambda: gateway.max_model_len)
     gateway = Gateway(
         config.server,
         to_engine=lambda message: link.send(message),  # noqa: PLW0108  (it is made below)
@@ -87,7 +87,13 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
             _log.error("engine_lost", reason=error.message)
             gateway.engine_lost(EngineFailed(error.message))
 
-    link = Link(engine_url, client="pagewire gateway", on_message=gateway.on_engine, on_lost=engine_lost)
+    link = Link(
+        engine_url,
+        client="pagewire gateway",
+        on_message=gateway.on_engine,
+        on_lost=engine_lost,
+        on_welcome=gateway.engine_ready,  # also of one that was silent for a while and is back
+    )
     reporter.loading("engine")
     connecting = asyncio.create_task(link.wait_welcome(config.server.start_timeout_ms / 1000), name="connect")
     stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -96,7 +102,6 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         if not connecting.done():
             return 0
         engine = await connecting
-        gateway.engine_ready(engine)
         _log.info("gateway_ready", endpoint=door.url, model=engine.model)
         reporter.send(Report(event="ready", endpoint=door.url, model=engine.model))
         await _until(stopping, gateway)
@@ -118,7 +123,7 @@ async def _until(stopping: asyncio.Task[bool], gateway: Gateway) -> None:
         await asyncio.wait({stopping}, timeout=_STATS_S)
 
 
-def _preparation(text: TextModel | None) -> Preparation:
+def _preparation(text: TextModel | None, max_model_len: Callable[[], int]) -> Preparation:
     if text is None:
 
         def no_text(*_: object) -> list[int]:
@@ -129,7 +134,11 @@ def _preparation(text: TextModel | None) -> Preparation:
     def encode_chat(messages: Sequence[ChatMessage], variables: Mapping[str, Any]) -> list[int]:
         return text.encode_chat([msgspec.structs.asdict(message) for message in messages], template_kwargs=variables)
 
-    return Preparation(encode=text.encode, encode_chat=encode_chat)
+    return Preparation(
+        encode=text.encode,
+        encode_chat=encode_chat,
+        max_chars=lambda: max_model_len() * text.byte_table.longest,
+    )
 
 
 def _open_door(config: ServerConfig, gateway: Gateway) -> Door:

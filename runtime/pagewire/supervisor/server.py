@@ -36,6 +36,9 @@ from pagewire.supervisor.rendezvous import ServerFolder, ServerRecord
 ENGINE_MODULE: Final = "pagewire.engine.main"
 GATEWAY_MODULE: Final = "pagewire.gateway.main"
 
+_INNER_EXTRA_BYTES: Final = 65_536
+"""Of a message to the engine, for what is not the prompt."""
+
 _FAREWELL_S: Final = 2.0
 """After the drain deadline: time to send the last errors and leave; and for the gateway to report a dead engine."""
 
@@ -138,8 +141,13 @@ class Server:
         streams = max(
             server.max_streams_per_connection, self.config.scheduler.max_waiting + self.config.scheduler.max_rows
         )  # the gateway is one connection to the engine, and carries the streams of all clients
+        # A text's token ids may take four times its bytes.
+        size = 4 * server.max_message_bytes + _INNER_EXTRA_BYTES
         inner = msgspec.structs.replace(
-            self.config, server=msgspec.structs.replace(server, bind=behind, max_streams_per_connection=streams)
+            self.config,
+            server=msgspec.structs.replace(
+                server, bind=behind, max_streams_per_connection=streams, max_message_bytes=size
+            ),
         )
         self._engine = await Child.start("engine", self._modules["engine"], inner)
         self._gateway = await Child.start("gateway", self._modules["gateway"], self.config, ("--engine", behind))
