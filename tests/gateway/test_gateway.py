@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from concurrent.futures import Future
 
 import msgspec
 import pytest
@@ -349,6 +350,22 @@ async def test_an_engine_that_answers_again_is_asked_again(bench):
     assert bench.gateway.is_ready
     bench.client("a", Generate(stream=2, prompt_ids=b"abcd"))
     assert len(bench.to_engine(Generate)) == 1
+
+
+async def test_a_prompt_that_is_ready_at_once_waits_no_more(make_bench, monkeypatch):
+    """A thread that is quicker than the loop leaves nothing behind in the count of those that wait."""
+
+    def submit(call, *arguments):
+        future = Future()
+        future.set_result(call(*arguments))
+        return future
+
+    bench = make_bench(max_waiting=1)
+    monkeypatch.setattr(bench.preparation._pool, "submit", submit)
+    for stream in range(3):
+        bench.client("a", Generate(stream=stream, prompt="x"))
+        await bench.settle()
+    assert len(bench.to_engine(Generate)) == 3
 
 
 async def test_the_engines_refusals_pass_with_code_and_field(bench):

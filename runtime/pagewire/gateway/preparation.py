@@ -57,9 +57,9 @@ class Preparation:
         if self._num_waiting >= self._max_waiting:
             raise Overloaded("too many prompts wait to be tokenised", retry_after_ms=_RETRY_AFTER_MS)
         self._num_waiting += 1
+        loop = asyncio.get_running_loop()  # before the callback, which runs at once if the thread was quick
         future = self._pool.submit(self._prepare, request)
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._leave))
-        loop = asyncio.get_running_loop()
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
