@@ -10,7 +10,7 @@ import torch
 
 from pagewire.models.decoder import Decoder
 from pagewire.worker.cpu_attention import PagedAttention
-from pagewire.worker.cpu_linear import MIN_TOKENS, TILE
+from pagewire.worker.cpu_linear import TILE
 from pagewire.worker.cpu_split_attention import SplitAttention
 from pagewire.worker.kv_memory import KVMemory
 
@@ -61,7 +61,7 @@ class Paged:
         sizes = np.array([len(ids) for _, ids in entries], np.int32)
         positions = [row.computed + i for row, ids in entries for i in range(len(ids))]
         token_ids = [token for _, ids in entries for token in ids]
-        padding = -len(token_ids) % TILE if self.exact else max(MIN_TOKENS - len(token_ids), 0)
+        padding = -len(token_ids) % TILE if self.exact else 0
         self.decoder.tile = TILE if self.exact else None
         with torch.inference_mode():
             self.attention.prepare(tables, starts, sizes, len(decode))

@@ -13,7 +13,7 @@ who bring kernels of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -79,24 +79,19 @@ class Decoder:
             attend: see `Attend`; called once a layer, in order.
         """
         weights = self.weights
-        turns = [table.index_select(0, positions)[:, None] for table in self._rope]
+        turns = [self._tiles(table.index_select(0, positions)[:, None]) for table in self._rope]
         x = weights.embedding.index_select(0, token_ids)
-        tiles = list(self._tiles(x.shape[0]))
         for number, layer in enumerate(weights.layers):
-            parts = [self._before_attention(layer, x[t], turns[0][t], turns[1][t]) for t in tiles]
+            parts = [self._before_attention(layer, *tile) for tile in zip(self._tiles(x), *turns, strict=True)]
             attended = attend(number, *map(_joined, zip(*parts, strict=True)))
-            x = _joined([self._after_attention(layer, x[t], attended[t]) for t in tiles])
+            pairs = zip(self._tiles(x), self._tiles(attended), strict=True)
+            x = _joined([self._after_attention(layer, *pair) for pair in pairs])
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab] of hidden states [S, hidden]."""
         weights = self.weights
-        return _joined(
-            [
-                self.project(self._norm(hidden[t], weights.final_norm), weights.lm_head)
-                for t in self._tiles(hidden.shape[0])
-            ]
-        )
+        return _joined([self.project(self._norm(x, weights.final_norm), weights.lm_head) for x in self._tiles(hidden)])
 
     def _before_attention(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of each token, turned by its position."""
@@ -124,10 +119,11 @@ class Decoder:
             return operation(x, *others)
         return torch.cat([operation(*rows) for rows in zip(*(tensor.split(1) for tensor in (x, *others)), strict=True)])
 
-    def _tiles(self, num_tokens: int) -> Iterator[slice]:
-        tile = self.tile or num_tokens
-        assert num_tokens % tile == 0, (num_tokens, tile)
-        return (slice(at, at + tile) for at in range(0, num_tokens, tile))
+    def _tiles(self, x: Tensor) -> Sequence[Tensor]:
+        if self.tile is None:
+            return (x,)
+        assert x.shape[0] % self.tile == 0, (x.shape, self.tile)
+        return x.split(self.tile)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ from pagewire.models.load import load_model
 from pagewire.step.step import Int32Array, PromptLogprobRows, SampleFlag, StepPlan, StepResult
 from pagewire.worker.compute_thread import ComputeThread
 from pagewire.worker.cpu_attention import PagedAttention
-from pagewire.worker.cpu_linear import MIN_TOKENS, TILE, check_place_invariance, pack_weights
+from pagewire.worker.cpu_linear import TILE, check_place_invariance, pack_weights
 from pagewire.worker.cpu_split_attention import SplitAttention
 from pagewire.worker.interface import LogitMasks, WorkerShape
 from pagewire.worker.kv_memory import KVMemory, num_blocks_for
@@ -257,8 +257,7 @@ class _Stepper:
 
     def _padded(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         """The last value repeated, up to a number of tokens that the decoder takes."""
-        tile = self._decoder.tile
-        missing = -values.size % tile if tile else max(MIN_TOKENS - values.size, 0)
+        missing = -values.size % (self._decoder.tile or 1)
         return np.pad(values, (0, missing), mode="edge") if missing else values
 
     def _prompt_logprobs(self, plan: StepPlan, entry: int, num_tops: int, hidden: Tensor) -> PromptLogprobRows:

@@ -3,10 +3,8 @@
 `PagedAttention` is made once, told of each step by `prepare`, then called once a layer. Everything that is the same in
 all layers (gather indices, masks) is laid out in `prepare`.
 
-The blocks of those that attend together are gathered into one run each, and PyTorch's fused attention does the rest. In
-a pool viewed as [num_blocks × num_kv_heads, block_size × head_dim], rows in the order (sequence, head, block) make just
-the [sequence, head, position, dim] that it takes. Query heads that share a KV head attend as several queries of it, so
-that its keys and values are read once.
+The blocks of those that attend together are gathered into one run each, and PyTorch's fused attention does the rest.
+Query heads that share a KV head attend as several queries of it, so that its keys and values are read once.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class _Decode:
 
     queries: Tensor | None  # int64 [b]; None: the first b, in order
     size: int  # b
-    index: Tensor  # int64 [b × num_kv_heads × n]
+    index: Tensor  # of its n blocks each, see KVMemory.gather_index
     mask: Tensor | None  # [b, 1, 1, n × block_size]; None: all that is gathered, up to `length`
     length: int
 
@@ -47,7 +45,7 @@ class _Chunk:
 
     first: int
     last: int
-    index: Tensor  # int64 [num_kv_heads × n]
+    index: Tensor
     length: int
     mask: Tensor | None  # bool [queries, length]; None: causal from position 0
 
@@ -63,10 +61,6 @@ class PagedAttention:
     def __init__(self, config: DecoderConfig, memory: KVMemory) -> None:
         self._memory = memory
         self._heads, self._group, self._dim = config.num_kv_heads, config.group_size, config.head_dim
-        width = memory.block_size * memory.head_dim
-        self._keys = [pool.view(-1, width) for pool in memory.keys]
-        self._values = [pool.view(-1, width) for pool in memory.values]
-        self._head_range = np.arange(self._heads)[:, None]
         self._num_tokens = 0
         self._decodes: list[_Decode] = []
         self._chunks: list[_Chunk] = []
@@ -106,20 +100,16 @@ class PagedAttention:
         return out
 
     def _decode(self, layer: int, q: Tensor, decode: _Decode) -> Tensor:
-        shape = (decode.size, self._heads, -1, self._dim)
-        k = self._keys[layer].index_select(0, decode.index).view(shape)
-        v = self._values[layer].index_select(0, decode.index).view(shape)
+        k, v = self._memory.gather(layer, decode.index, decode.size)
         if decode.mask is None:
             k, v = k[:, :, : decode.length], v[:, :, : decode.length]
-        out = scaled_dot_product_attention(q.reshape(shape), k, v, attn_mask=decode.mask)
+        grouped = q.reshape(decode.size, self._heads, self._group, self._dim)
+        out = scaled_dot_product_attention(grouped, k, v, attn_mask=decode.mask)
         return out.reshape(decode.size, -1)
 
     def _prefill(self, layer: int, q: Tensor, chunk: _Chunk) -> Tensor:
         num = q.shape[0]
-        k, v = (
-            pool[layer].index_select(0, chunk.index).view(self._heads, 1, -1, self._dim)[:, :, : chunk.length]
-            for pool in (self._keys, self._values)
-        )
+        k, v = (x[0, :, None, : chunk.length] for x in self._memory.gather(layer, chunk.index, 1))
         grouped = q.view(num, self._heads, self._group, self._dim).permute(1, 2, 0, 3)
         spread = (self._heads, self._group, chunk.length, self._dim)  # strides of 0: nothing is copied
         out = scaled_dot_product_attention(
@@ -158,7 +148,7 @@ class PagedAttention:
         return _Decode(
             queries=None if in_order else torch.from_numpy(members),
             size=members.size,
-            index=self._index(blocks),
+            index=self._memory.gather_index(blocks),
             mask=mask,
             length=int(lengths[members[0]]),
         )
@@ -169,9 +159,4 @@ class PagedAttention:
         mask = None
         if start:
             mask = torch.from_numpy(np.arange(length) <= np.arange(start, length)[:, None])
-        return _Chunk(first, last, self._index(blocks), length, mask)
-
-    def _index(self, blocks: Int32Array) -> Tensor:
-        """[b, n] blocks → rows of a pool viewed as [num_blocks × num_kv_heads, …], ordered [b, head, n]."""
-        rows = blocks.astype(np.int64)[:, None] * self._heads + self._head_range
-        return torch.from_numpy(rows.ravel())
+        return _Chunk(first, last, self._memory.gather_index(blocks), length, mask)

@@ -40,7 +40,7 @@ class _Tile:
     first: int  # among the step's tokens
     last: int
     offset: int  # of the first one in the tile
-    splits: list[Tensor]  # int64 [num_kv_heads × blocks of a split] each, in order
+    splits: list[Tensor]  # see KVMemory.gather_index; in order
     mask: Tensor  # [TILE × group, SPLIT], for the last split
 
 
@@ -51,10 +51,6 @@ class SplitAttention:
         self._memory = memory
         self._heads, self._group, self._dim = config.num_kv_heads, config.group_size, config.head_dim
         self._scale = 1 / math.sqrt(config.head_dim)
-        width = memory.block_size * memory.head_dim
-        self._keys = [pool.view(-1, width) for pool in memory.keys]
-        self._values = [pool.view(-1, width) for pool in memory.values]
-        self._head_range = np.arange(self._heads)[:, None]
         ahead = torch.arange(SPLIT)[None, :] > torch.arange(SPLIT).repeat_interleave(self._group)[:, None]
         diagonal = torch.zeros(ahead.shape).masked_fill_(ahead, -math.inf)
         self._masks = diagonal.split(TILE * self._group)  # by the tile's place in its split
@@ -99,16 +95,15 @@ class SplitAttention:
         queries = queries.transpose(0, 1).reshape(heads, TILE * group, dim).mul_(self._scale)
         top = total = acc = None
         for number, split in enumerate(tile.splits):
-            k = self._keys[layer].index_select(0, split).view(heads, SPLIT, dim)
-            v = self._values[layer].index_select(0, split).view(heads, SPLIT, dim)
-            scores = torch.bmm(queries, k.transpose(1, 2))
+            k, v = self._memory.gather(layer, split, 1)
+            scores = torch.bmm(queries, k[0].transpose(1, 2))
             if number == len(tile.splits) - 1:
                 scores += tile.mask
             new_top = scores.amax(dim=-1, keepdim=True)
             if top is not None:
                 new_top = torch.maximum(top, new_top)
             weights = scores.sub_(new_top).exp_()
-            new_total, new_acc = weights.sum(dim=-1, keepdim=True), torch.bmm(weights, v)
+            new_total, new_acc = weights.sum(dim=-1, keepdim=True), torch.bmm(weights, v[0])
             if top is not None and total is not None and acc is not None:
                 fade = (top - new_top).exp_()
                 new_total, new_acc = new_total.add_(total * fade), new_acc.add_(acc * fade)
@@ -119,11 +114,10 @@ class SplitAttention:
         return out[tile.offset : end].reshape(q.shape[0], -1)
 
     def _splits(self, table: Int32Array, length: int) -> list[Tensor]:
-        """Rows of a pool viewed as [num_blocks × num_kv_heads, …] for each split, ordered [head, block]."""
+        """What to gather for each split."""
         block_size = self._memory.block_size
         num_splits, num_blocks = -(-length // SPLIT), -(-length // block_size)
         # Past the sequence's end stands the null block, which is zero; blocks allocated ahead may hold anything.
         blocks = np.full(num_splits * SPLIT // block_size, NULL_BLOCK, np.int64)
         blocks[:num_blocks] = table[:num_blocks]
-        rows = blocks.reshape(num_splits, 1, -1) * self._heads + self._head_range
-        return list(torch.from_numpy(rows.reshape(num_splits, -1)))
+        return [self._memory.gather_index(split[None]) for split in blocks.reshape(num_splits, -1)]

@@ -1,7 +1,8 @@
 """KV blocks in host memory: how many fit, where they lie, and what must be true of what is in them.
 
-Every layer has one tensor for keys and one for values, `[num_blocks, num_kv_heads, block_size, head_dim]`. They lie in
-one anonymous memory map, which the system hands out zeroed and page by page: what is never written costs nothing.
+Every layer has one tensor for keys and one for values, `[num_blocks, num_kv_heads, block_size, head_dim]`, side by side,
+so that one call reads or writes both. All lie in one anonymous memory map, which the system hands out zeroed and page by
+page: what is never written costs nothing.
 
 Positions of a block that its owner has not written yet are zero. Masked positions weigh nothing in attention, but a NaN
 that a former owner left there would not stay masked: 0 × NaN is NaN (F32). So a block is cleared when its first
@@ -53,10 +54,10 @@ class KVMemory:
         self.values: Final = [layer[1] for layer in self._all]
         self.num_bytes: Final = self._all.numel() * dtype.itemsize
         assert self.num_bytes == config.kv_bytes(num_blocks * block_size, dtype.itemsize)
-        self._key_slots = [pool.view(-1, config.head_dim) for pool in self.keys]
-        self._value_slots = [pool.view(-1, config.head_dim) for pool in self.values]
+        self._blocks = [layer.view(-1, block_size * config.head_dim) for layer in self._all]
+        self._slots = [layer.view(-1, config.head_dim) for layer in self._all]
         self._heads = np.arange(config.num_kv_heads)
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._written = torch.empty(0, dtype=torch.int64)
 
     def prepare_write(self, tables: Int32Array, starts: Int32Array, num_tokens: Int32Array) -> None:
         """Lay out where the next calls of `write` put a step's tokens, and clear the blocks that these begin.
@@ -72,13 +73,24 @@ class KVMemory:
         fresh = blocks[within == 0]
         if fresh.size:
             self._all.index_fill_(2, _index(fresh), 0)
-        slots = (blocks[:, None] * self.num_kv_heads + self._heads) * self.block_size + within[:, None]
-        self._slots = _index(slots.ravel())
+        keys = (blocks[:, None] * self.num_kv_heads + self._heads) * self.block_size + within[:, None]
+        values = keys + self.num_blocks * self.num_kv_heads * self.block_size
+        self._written = _index(np.concatenate((keys, values), axis=1).ravel())
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the keys and values of the prepared tokens, [T, num_kv_heads, head_dim]."""
-        self._key_slots[layer].index_copy_(0, self._slots, k.reshape(-1, self.head_dim))
-        self._value_slots[layer].index_copy_(0, self._slots, v.reshape(-1, self.head_dim))
+        self._slots[layer].index_copy_(0, self._written, torch.cat((k, v), dim=1).view(-1, self.head_dim))
+
+    def gather_index(self, blocks: npt.NDArray[np.integer]) -> Tensor:
+        """What `gather` takes for [b, n] blocks: rows of a layer viewed as [2 × num_blocks × num_kv_heads, …]."""
+        rows = blocks.astype(np.int64)[:, None] * self.num_kv_heads + self._heads[:, None]
+        return torch.from_numpy(np.concatenate((rows, rows + self.num_blocks * self.num_kv_heads)).ravel())
+
+    def gather(self, layer: int, index: Tensor, b: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of b sequences, a run each: [b, num_kv_heads, n × block_size, head_dim]."""
+        gathered = self._blocks[layer].index_select(0, index)
+        k, v = gathered.view(2, b, self.num_kv_heads, -1, self.head_dim).unbind()
+        return k, v
 
     def copy(self, src: Int32Array, dst: Int32Array) -> None:
         """Copy whole blocks, in all layers; all are read before any is written."""
