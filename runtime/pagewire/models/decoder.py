@@ -123,7 +123,8 @@ class Decoder:
         if self.tile is None:
             return (x,)
         assert x.shape[0] % self.tile == 0, (x.shape, self.tile)
-        return x.split(self.tile)
+        tiles: Sequence[Tensor] = x.split(self.tile)
+        return tiles
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
