@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from tests.server.bench import serve, until
 from tests.server.fake_core import tokens
 from tests.transport.test_door import opened
 
+from pagewire.supervisor.rendezvous import ServerFolder
 from pagewire_client import Chunk, connect
 from pagewire_client.result import percentile
 from pagewire_transport.columns import pack
@@ -30,6 +32,7 @@ from pagewire_transport.messages import (
     Tokens,
     Usage,
 )
+from pagewire_transport.servers import ServerRecord
 
 
 @contextlib.asynccontextmanager
@@ -235,6 +238,21 @@ async def test_dropping_a_stream_after_its_loop_is_silent():
         (lambda c: c.generate("x", stop=["ok", ""]), "stop[1]"),
         (lambda c: c.generate("x", priority=1000), "priority"),
         (lambda c: c.generate("x", namespace=5), "namespace"),
+        (lambda c: c.generate("caf\udce9"), "prompt"),
+        (lambda c: c.generate("x", stop="caf\udce9"), "stop[0]"),
+        (lambda c: c.generate([1], namespace="\udce9"), "namespace"),
+        (lambda c: c.generate(5), "prompt"),
+        (lambda c: c.generate(None), "prompt"),
+        (lambda c: c.generate(b"abcd"), "prompt"),
+        (lambda c: c.chat("hi"), "messages"),
+        (lambda c: c.chat(None), "messages"),
+        (lambda c: c.chat({"role": "user", "content": "x"}), "messages"),
+        (lambda c: c.chat(["hi"]), "messages[0]"),
+        (
+            lambda c: c.chat([{"role": "user", "content": "a"}, {"role": "user", "content": "\udce9"}]),
+            "messages[1].content",
+        ),
+        (lambda c: c.chat([], template_kwargs=5), "template_kwargs"),
         (lambda c: c.generate([1, -1]), "prompt_ids"),
         (lambda c: c.generate(["a"]), "prompt_ids"),
         (lambda c: c.generate("x" * 70_000), "prompt"),
@@ -286,6 +304,33 @@ async def test_no_server_is_told_in_time(tmp_path):
             pass
 
 
+async def test_a_socket_that_is_missing_or_dead_is_told_at_once(tmp_path, monkeypatch):
+    begun = time.monotonic()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "dead"))
+    for name in ("nosuch", "dead"):
+        with pytest.raises(ConnectionLost, match=rf"{name}: is it running"):
+            async with connect(f"ipc://{tmp_path}/{name}"):
+                pass
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    with pytest.raises(ConnectionLost, match="no server of yours runs"):
+        async with connect():
+            pass
+    assert time.monotonic() - begun < 2
+
+
+async def test_without_a_url_the_newest_server_is_found(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    async with serve() as server:
+        folder = ServerFolder.create()
+        folder.publish(ServerRecord(url=server.endpoint, model="m", pid=1, started=1.0))
+        async with connect() as client:
+            assert client.url == server.endpoint
+        folder.close()
+
+
 async def test_a_server_that_comes_later_is_found():
     async with serve() as server:
         url = server.endpoint
@@ -298,7 +343,7 @@ async def test_a_server_that_comes_later_is_found():
 
 
 async def _ask(url):
-    async with connect(url) as client:
+    async with connect(url, timeout_s=10) as client:
         return (await client.generate([1], max_tokens=2, seed=1).result()).token_ids
 
 

@@ -59,12 +59,29 @@ def test_the_first_error_ends_the_call_and_the_engine_goes_on(make_llm):
     llm = make_llm()
     with pytest.raises(InvalidRequest) as caught:
         llm.generate(["fine"] * 5 + [""] + ["fine"] * 50)
-    assert caught.value.field == "prompt"
+    assert caught.value.field == "prompts[5]"
     with pytest.raises(InvalidRequest) as caught:
         llm.generate(["a"], temprature=3)
     assert caught.value.field == "temprature"
     assert [r.text for r in llm.generate(["again"])] == ["again"]
     assert llm.stats()["sequences_running"] == 0
+
+
+def test_a_bad_item_of_a_batch_is_named_by_its_index(make_llm):
+    llm = make_llm()
+    turn = {"role": "user", "content": "Hi"}
+    for call, field in [
+        (lambda: llm.generate(["a", None]), "prompts[1]"),
+        (lambda: llm.generate(["a", [5, 256]]), "prompts[1][1]"),
+        (lambda: llm.generate(5), "prompts"),
+        (lambda: llm.chat("hi"), "conversations"),
+        (lambda: llm.chat([[turn], [turn, {"role": "user"}]]), "conversations[1][1].content"),
+        (lambda: llm.generate(["a"], prompt_logprobs=99), "prompt_logprobs"),
+        (lambda: llm.generate(["a"], temperature=float("nan")), "temperature"),
+    ]:
+        with pytest.raises(InvalidRequest) as caught:
+            call()
+        assert caught.value.field == field
 
 
 def test_several_threads_at_once(make_llm):

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from pagewire.supervisor.rendezvous import ServerFolder, ServerRecord, find_servers
-from pagewire_transport.endpoints import private_folder
+import zmq
+
+from pagewire.supervisor.rendezvous import ServerFolder
+from pagewire_transport.endpoints import bind, private_folder
+from pagewire_transport.servers import ServerRecord, find_servers
 
 
 def _record(url: str, started: float = 0.0) -> ServerRecord:
@@ -57,3 +60,19 @@ def test_endpoints_fit_into_an_ipc_path(base):
     folder = ServerFolder.create(private_folder())
     assert len(folder.endpoint("engine")) < 107
     folder.close()
+
+
+def test_sockets_left_by_kill_9_are_swept_and_live_ones_are_not(base):
+    code = (
+        "import os, sys, zmq; from pagewire_transport.endpoints import bind\n"
+        "bind(zmq.Context().socket(zmq.ROUTER), f'ipc://{sys.argv[1]}/dead.sock')\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(base)], check=False)
+    assert (base / "dead.sock").is_socket()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as live:
+        binding = bind(live, f"ipc://{base}/live.sock")
+        folder = ServerFolder.create(base)
+        assert {path.name for path in base.iterdir()} == {"live.sock", "live.sock.lock", folder.path.name}
+        folder.close()
+    binding.release()

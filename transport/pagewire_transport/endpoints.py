@@ -15,6 +15,7 @@ import secrets
 import socket
 import stat
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,10 @@ MAX_IPC_PATH: Final = 107
 """`sun_path` has 108 bytes, the last of which is NUL."""
 
 _MAX_PORT: Final = 65535
+
+_SWEEPS: Final = 3
+_SWEEP_S: Final = 0.01
+"""A sweep holds a lock for microseconds; a lock that is held so much longer is a server's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,49 @@ def default_endpoint() -> str:
     return f"ipc://{_checked_path(str(private_folder() / 'server.sock'), 'bind')}"
 
 
+def ipc_path(url: str) -> str:
+    """The path of an ipc endpoint; "" for any other."""
+    return parse(url).path if url.startswith("ipc://") else ""
+
+
+def is_refused(url: str) -> bool:
+    """Nobody can listen there: an ipc endpoint whose socket is missing, or was left behind by a server that died.
+
+    False where only trying tells: TCP, and a server that is too busy to answer.
+    """
+    path = ipc_path(url)
+    if not path:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def sweep_sockets(folder: Path) -> None:
+    """Remove the sockets that servers which were killed left in `folder`: those whose lock can be had."""
+    for lock_path in folder.glob("*.sock.lock"):
+        try:
+            descriptor = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Removed under the lock, socket first: a server that waits for it finds another file there and tries again.
+            if _is_same_file(descriptor, str(lock_path)):
+                lock_path.with_suffix("").unlink(missing_ok=True)
+                lock_path.unlink(missing_ok=True)
+        except OSError:  # held: a live server's
+            pass
+        finally:
+            os.close(descriptor)
+
+
 def _is_private_folder(folder: Path) -> bool:
     try:
         status = folder.lstat()
@@ -207,6 +255,7 @@ class _PathLock:
         try:
             if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
                 raise ConfigError(f"{path} is there and is no socket; it would be overwritten", field=field)
+            sweeps_waited = 0
             while True:
                 descriptor = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                 try:
@@ -214,6 +263,12 @@ class _PathLock:
                     # A server that just left removed the file that we opened: its lock excludes nobody, try again.
                     if _is_same_file(descriptor, f"{path}.lock"):
                         break
+                except BlockingIOError:
+                    if sweeps_waited == _SWEEPS:
+                        os.close(descriptor)
+                        raise
+                    sweeps_waited += 1
+                    time.sleep(_SWEEP_S)  # it may be a sweep that looks at it, and no server
                 except BaseException:
                     os.close(descriptor)
                     raise

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+from pagewire_client.arguments import chat_source, prompt_size, prompt_source, sampling_params
 from pagewire_client.columns import runs, token_logprobs
 from pagewire_client.state import StreamState
 from pagewire_client.stream import Stream
 from pagewire_transport.codec import convert
-from pagewire_transport.columns import pack_token_ids
-from pagewire_transport.endpoints import default_endpoint
+from pagewire_transport.endpoints import is_refused
 from pagewire_transport.errors import (
     ConnectionLost,
     InvalidRequest,
@@ -43,9 +43,11 @@ from pagewire_transport.messages import (
     Tokens,
     Welcome,
 )
-from pagewire_transport.params import SamplingParams
+from pagewire_transport.servers import find_url
 
 _log: Final = logging.getLogger("pagewire_client")
+
+_WELCOME_S: Final = 10.0
 
 _OVERHEAD_BYTES: Final = 1024
 """Of a message around its prompt; parameters are counted when it is encoded."""
@@ -53,23 +55,28 @@ _OVERHEAD_BYTES: Final = 1024
 
 @asynccontextmanager
 async def connect(
-    url: str | None = None, *, timeout_s: float = 10.0, name: str = "pagewire-python"
+    url: str | None = None, *, timeout_s: float | None = None, name: str = "pagewire-python"
 ) -> AsyncIterator[Client]:
     """Connect, and say goodbye at the end of the `async with` block.
 
     Args:
-        url: of a gateway or an engine; None: the default endpoint of this user.
-        timeout_s: how long to wait for the server's welcome.
+        url: of a gateway or an engine; None: the newest server that this user runs on this machine.
+        timeout_s: how long to wait for the server's welcome, also for a server at `url` that comes later. None: 10 s for
+            one that is there, no time for one whose ipc socket is missing or dead.
         name: free text for the server's logs.
 
     Raises:
-        ConnectionLost: nobody answers there.
+        ConnectionLost: nobody answers there in time.
         ConfigError: the URL is no endpoint.
         PagewireError: the server lets nobody in now.
     """
-    client = Client(url if url is not None else default_endpoint(), name=name)
+    if url is None:
+        url = find_url()
+    if timeout_s is None and is_refused(url):
+        raise ConnectionLost(f"no server answers at {url}: is it running?")
+    client = Client(url, name=name)
     try:
-        await client.wait_ready(timeout_s)
+        await client.wait_ready(_WELCOME_S if timeout_s is None else timeout_s)
         yield client
     finally:
         await client.close()
@@ -147,8 +154,7 @@ class Client:
             InvalidRequest: an unknown or bad argument; `field` names it.
             ConnectionLost, Overloaded: it cannot be sent.
         """
-        source = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_ids": pack_token_ids(prompt)}
-        return self._start(source, params, priority=priority, namespace=namespace, echo_text=echo_text)
+        return self._start(prompt_source(prompt), params, priority=priority, namespace=namespace, echo_text=echo_text)
 
     def chat(
         self,
@@ -174,10 +180,7 @@ class Client:
             InvalidRequest: see `generate`.
             ConnectionLost, Overloaded: it cannot be sent.
         """
-        source = {
-            "messages": [m if isinstance(m, ChatMessage) else dict(m) for m in messages],
-            "template_kwargs": dict(template_kwargs or {}),
-        }
+        source = chat_source(messages, template_kwargs)
         return self._start(source, params, priority=priority, namespace=namespace, echo_text=echo_text)
 
     async def stats(self, timeout_s: float = 5.0) -> dict[str, float]:
@@ -195,9 +198,7 @@ class Client:
             raise ConnectionLost(f"no answer from {self.url} after {timeout_s:g} s") from None
 
     def _start(self, source: dict[str, Any], params: dict[str, Any], **rest: Any) -> Stream:
-        if isinstance(params.get("stop"), str):
-            params["stop"] = (params["stop"],)
-        checked = convert(params, SamplingParams)
+        checked = sampling_params(params)
         number = next(number for number in self._numbers if number not in self._streams)
         message = convert({"t": "generate", "stream": number, "params": checked, **source, **rest}, Generate)
         self._check_size(message)
@@ -213,22 +214,17 @@ class Client:
         return Stream(state, self._loop)
 
     def _check_size(self, message: Generate) -> None:
-        """The server would cut the connection over a message beyond its limit, and all its streams with it."""
+        """The server would cut the connection over a message beyond its limit, and all its streams with it.
+
+        Raises:
+            InvalidRequest: it is too large, or its text cannot be sent as UTF-8.
+        """
+        field, size = prompt_size(message)
         welcome = self._link.welcome
-        limit = welcome.max_message_bytes if welcome is not None else None
-        if limit is None:
-            return
-        for field in ("prompt", "prompt_ids", "messages"):
-            value = getattr(message, field)
-            if value is None:
-                continue
-            size = (
-                sum(len(turn.content.encode()) + len(turn.role.encode()) + 32 for turn in value)
-                if field == "messages"
-                else len(value.encode() if isinstance(value, str) else value)
+        if welcome is not None and size + _OVERHEAD_BYTES > welcome.max_message_bytes:
+            raise InvalidRequest(
+                f"has {size} bytes; the server takes messages of {welcome.max_message_bytes}", field=field
             )
-            if size + _OVERHEAD_BYTES > limit:
-                raise InvalidRequest(f"has {size} bytes; the server takes messages of {limit}", field=field)
 
     def _send_about(self, message: Cancel | Finish) -> None:
         try:

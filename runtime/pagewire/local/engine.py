@@ -29,12 +29,11 @@ from pagewire.local.options import config_of
 from pagewire.local.text_side import Messages, TextSide, prompt_field
 from pagewire.request.request import Namespace
 from pagewire.worker.interface import Worker, WorkerShape
+from pagewire_client.arguments import chat_source, prompt_source, sampling_params
 from pagewire_client.state import StreamState
 from pagewire_client.stream import Stream
 from pagewire_transport.codec import convert
-from pagewire_transport.columns import pack_token_ids
 from pagewire_transport.messages import Cancel, Done, Finish, Finished, Generate, Timings, Usage
-from pagewire_transport.params import SamplingParams
 
 _PARAMS = "params."
 
@@ -149,8 +148,7 @@ class Engine:
                 raised by the stream.
             EngineFailed: the engine is not running.
         """
-        source = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_ids": pack_token_ids(prompt)}
-        return self._start(source, params, priority=priority, namespace=namespace, echo_text=echo_text)
+        return self._start(prompt_source(prompt), params, priority=priority, namespace=namespace, echo_text=echo_text)
 
     def chat(
         self,
@@ -175,10 +173,7 @@ class Engine:
         Raises:
             InvalidRequest, EngineFailed: see `generate`.
         """
-        source = {
-            "messages": [dict(m) if isinstance(m, Mapping) else m for m in messages],
-            "template_kwargs": dict(template_kwargs or {}),
-        }
+        source = chat_source(messages, template_kwargs)
         return self._start(source, params, priority=priority, namespace=namespace, echo_text=echo_text)
 
     async def stats(self) -> dict[str, float]:
@@ -212,9 +207,7 @@ class Engine:
 
     def _start(self, source: dict[str, Any], params: dict[str, Any], **rest: Any) -> Stream:
         self._running()
-        if isinstance(params.get("stop"), str):
-            params["stop"] = (params["stop"],)
-        checked = convert(params, SamplingParams)
+        checked = sampling_params(params)
         request = convert({"t": "generate", "stream": 0, "params": checked, **source, **rest}, Generate)
         texts = self._text.streams(checked, shows_text=request.echo_text)
         now_ns = self._clock.now_ns()

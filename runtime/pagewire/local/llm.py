@@ -8,21 +8,25 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from pagewire.config import Config
-from pagewire.errors import EngineFailed
+from pagewire.errors import EngineFailed, InvalidRequest, PagewireError
 from pagewire.local.engine import Engine
 from pagewire_client.result import Result
 from pagewire_client.stream import Stream
 from pagewire_transport.messages import ChatMessage
 
 _T = TypeVar("_T")
+
+_ITEM: Final = re.compile(r"^(prompt_ids|prompt|messages)(?![a-z_])")
+"""How a request's field names what one item of a batch gave; `prompt_logprobs` is a parameter of all."""
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, str] | ChatMessage]
@@ -71,9 +75,11 @@ class LLM:
             params: what `Engine.generate` takes: max_tokens, temperature, seed, …
 
         Raises:
-            PagewireError: the first prompt that fails ends the call, and what else runs for it.
+            PagewireError: the first prompt that fails ends the call, and what else runs for it; where the prompt is at
+                fault, `field` is `prompts[index]`.
         """
-        return self._map(self._engine.generate, _as_prompts(prompts), params)
+        items = _as_prompts(prompts)
+        return self._run(self._results(self._engine.generate, items, params, "prompts"))
 
     def chat(self, conversations: Conversation | Iterable[Conversation], **params: Any) -> list[Result]:
         """Answer every conversation; the results, in their order.
@@ -83,9 +89,10 @@ class LLM:
             params: what `Engine.chat` takes.
 
         Raises:
-            PagewireError: see `generate`.
+            PagewireError: see `generate`; the field is `conversations[index]`.
         """
-        return self._map(self._engine.chat, _as_conversations(conversations), params)
+        items = _as_conversations(conversations)
+        return self._run(self._results(self._engine.chat, items, params, "conversations"))
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges of the engine."""
@@ -101,10 +108,9 @@ class LLM:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _map(self, start: Callable[..., Stream], items: list[Any], params: dict[str, Any]) -> list[Result]:
-        return self._run(self._results(start, items, params))
-
-    async def _results(self, start: Callable[..., Stream], items: list[Any], params: dict[str, Any]) -> list[Result]:
+    async def _results(
+        self, start: Callable[..., Stream], items: list[Any], params: dict[str, Any], name: str
+    ) -> list[Result]:
         scheduler = self._engine.config.scheduler
         num_choices = params.get("n", 1)
         at_once = 2 * scheduler.max_rows
@@ -115,8 +121,13 @@ class LLM:
 
         async def work() -> None:
             for index, item in rest:
-                async with start(item, **params) as stream:
-                    results[index] = await stream.result()
+                try:
+                    async with start(item, **params) as stream:
+                        results[index] = await stream.result()
+                except PagewireError as error:
+                    if error.field is not None:
+                        error.field = _ITEM.sub(f"{name}[{index}]", error.field)
+                    raise
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -161,6 +172,8 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 def _as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+        raise InvalidRequest(f"must be texts or lists of token ids, not {type(prompts).__name__}", field="prompts")
     items: list[Any] = list(prompts)
     if items and isinstance(items[0], Integral):  # token ids: one prompt
         return [items]
@@ -168,6 +181,10 @@ def _as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def _as_conversations(conversations: Conversation | Iterable[Conversation]) -> list[Conversation]:
+    if not isinstance(conversations, Iterable) or isinstance(conversations, str | bytes | Mapping):
+        raise InvalidRequest(
+            f'must be lists of {{"role": …, "content": …}}, not {type(conversations).__name__}', field="conversations"
+        )
     items: list[Any] = list(conversations)
     if items and isinstance(items[0], Mapping | ChatMessage):  # turns: one conversation
         return [items]
