@@ -3,7 +3,8 @@
 The supervisor starts `python -m pagewire.engine.main --config-fd 5 --report-fd 6`. Both are pipes that the child inherits:
 
 - config fd: the whole configuration as JSON, then end of file. No pickle, nothing on the command line, no file to clean.
-- report fd: JSON lines from the child, one `Report` each: `loading` (stage, for the log), then `ready` or `failed`.
+- report fd: JSON lines from the child, one `Report` each: `loading` (stage, for the log), then `ready` or `failed`;
+  `draining` once it was told to leave and knows for whom it waits.
   It is also the lifeline: its read end closes when the parent dies, however that happens, and the child then leaves.
 
 The first thing that a child's `main` does, before it imports torch, is `leave_with_parent`.
@@ -31,7 +32,7 @@ _LARGEST_CONFIG: Final = 1 << 20
 class Report(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One line of the report pipe. Unknown fields are tolerated, so that a child may say more."""
 
-    event: Literal["loading", "ready", "failed"]
+    event: Literal["loading", "ready", "failed", "draining"]
     stage: str = ""
     """What is being done, for `loading`: `import`, `weights`, `warm-up`, …"""
     endpoint: str = ""
@@ -39,6 +40,8 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     model: str = ""
     info: dict[str, str | int | float | bool] = {}
     """For `ready`: what is worth telling the user (KV blocks, longest sequence, …)."""
+    streams: int = 0
+    """For `draining`: how many are open."""
     code: str = ""
     """For `failed`: an error code of the error tree."""
     message: str = ""

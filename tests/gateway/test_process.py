@@ -39,7 +39,7 @@ class FakeEngine:
 
     def welcome(self):
         return Welcome(
-            version=1, role="engine", server="fake", model="fake-model", vocab_size=49152, max_model_len=4096,
+            version=1, role="engine", server="fake", model="fake-model", vocab_size=49152, max_model_len=2**18,
             max_streams=100, max_message_bytes=2**24, heartbeat_ms=100, heartbeat_timeout_ms=5000,
         )  # fmt: skip
 

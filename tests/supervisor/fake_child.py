@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from pagewire.child import Reporter, leave_with_parent, read_config
+from pagewire.child import Report, Reporter, leave_with_parent, read_config
 from pagewire.errors import ModelError
 
 arguments = argparse.ArgumentParser()
@@ -64,3 +64,5 @@ if behaviour == "die_later":
     os.kill(os.getpid(), signal.SIGKILL)
 while not stopping.wait(0.05):
     pass
+if behaviour == "draining":
+    reporter.send(Report(event="draining", streams=3))

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from pagewire.errors import EngineFailed, ModelError
+from pagewire.supervisor import server as supervisor
 from pagewire.supervisor.server import serve
 
 
@@ -76,6 +77,24 @@ async def test_a_death_while_serving_ends_the_server_with_the_reason(make_server
         await serve(make_server(f"{role}=die_later"), stop=asyncio.Event(), announce=announced.append)
     assert len(announced) == 1
     assert _children_of_this_process() == []
+
+
+async def test_an_address_that_disappears_ends_the_server_with_the_reason(make_server, base, monkeypatch):
+    monkeypatch.setattr(supervisor, "_LOOK_S", 0.05)
+    path = base / "gateway.sock"
+    path.touch()
+    with pytest.raises(EngineFailed, match=r"gateway\.sock was removed or replaced"):
+        await serve(make_server(), stop=asyncio.Event(), announce=lambda _: path.unlink())
+    assert (base / "terminated").read_text().split() == ["gateway", "engine"]
+    assert _children_of_this_process() == []
+
+
+async def test_open_streams_are_told_of_when_the_gateway_drains(make_server):
+    told = []
+    stop = asyncio.Event()
+    server = make_server("gateway=draining", on_draining=told.append)
+    await serve(server, stop=stop, announce=lambda _: stop.set())
+    assert told == [3]
 
 
 async def test_the_gateway_drains_before_the_engine_is_stopped(make_server, base):

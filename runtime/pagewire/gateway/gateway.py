@@ -98,7 +98,7 @@ class Gateway:
         self._upstream = Upstream(to_engine)
         self._preparing: dict[GatewayStream, asyncio.Task[None]] = {}
         self._touched: dict[Client, None] = {}
-        self._refusing: PagewireError | None = EngineFailed("the engine is not connected yet")
+        self._refusing: PagewireError | None = EngineFailed("the server is still starting")
         self._engine: Welcome | None = None
         self._engine_stats: dict[str, float] = {}
         self._num_requests = 0
@@ -180,7 +180,7 @@ class Gateway:
     def welcome(self) -> Welcome:
         """The answer to a client's hello: the engine's, under this door's limits."""
         if self._engine is None or isinstance(self._refusing, Draining):
-            raise self._refusing or EngineFailed("the engine is not connected yet")
+            raise self._refusing or EngineFailed("the server is still starting")
         return msgspec.structs.replace(
             self._engine,
             role="gateway",

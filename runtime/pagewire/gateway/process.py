@@ -105,6 +105,7 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         _log.info("gateway_ready", endpoint=door.url, model=engine.model)
         reporter.send(Report(event="ready", endpoint=door.url, model=engine.model))
         await _until(stopping, gateway)
+        reporter.send(Report(event="draining", streams=gateway.num_streams))
         await _drain(gateway, config.server.drain_timeout_ms / 1000)
         return 0
     finally:

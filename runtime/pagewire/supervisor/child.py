@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -28,6 +28,8 @@ class Child:
         self.name = name
         self.stage = "start of the interpreter"
         self._process = process
+        self.on_draining: Callable[[int], None] = lambda num_streams: None  # noqa: ARG005
+        """Told once it drains: how many streams are open."""
         self._ready: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(reports), name=f"reports of the {name}")
         self._ending = asyncio.create_task(process.wait(), name=f"end of the {name}")
@@ -147,6 +149,8 @@ class Child:
     def _take(self, report: Report) -> None:
         if report.event == "loading":
             self.stage = report.stage
+        elif report.event == "draining":
+            self.on_draining(report.streams)
         elif self._ready.done():
             return
         elif report.event == "ready":

@@ -9,6 +9,8 @@ What can go wrong has one answer each:
 - a child fails, dies or hangs while it starts: `start` raises with the reason, inside `start_timeout_ms` (F3);
 - a child dies later: `watch` returns with the reason; the gateway is given a moment to tell its clients (F4);
 - the parent dies: the children see their report pipe close and leave (F19, `pagewire.child`);
+- the address disappears (somebody cleans up the folder of temporary files): nobody can come in any more, `watch` drains
+  and returns with the reason;
 - shutdown: `drain` lets open streams end inside `drain_timeout_ms`, after that they get a `draining` error (F20).
 
 A dead engine ends the server. Starting it again belongs to a later release; until then whoever runs the server
@@ -31,7 +33,9 @@ from pagewire.child import Report
 from pagewire.config import Config
 from pagewire.errors import EngineFailed
 from pagewire.supervisor.child import Child
-from pagewire.supervisor.rendezvous import ServerFolder, ServerRecord
+from pagewire.supervisor.rendezvous import ServerFolder
+from pagewire_transport.endpoints import ipc_path
+from pagewire_transport.servers import ServerRecord
 
 ENGINE_MODULE: Final = "pagewire.engine.main"
 GATEWAY_MODULE: Final = "pagewire.gateway.main"
@@ -42,6 +46,12 @@ _INNER_EXTRA_BYTES: Final = 65_536
 _FAREWELL_S: Final = 2.0
 """After the drain deadline: time to send the last errors and leave; and for the gateway to report a dead engine."""
 
+_TIDY_S: Final = 0.3
+"""Before a gateway is killed: time to remove its socket, which takes milliseconds."""
+
+_LOOK_S: Final = 2.0
+"""How often it is seen whether the address is still there."""
+
 
 class Server:
     """One server. `async with Server(config) as server:` starts it; `server.url` is where clients connect.
@@ -50,6 +60,7 @@ class Server:
         config: of the whole server. `server.bind` empty: the gateway takes the default ipc endpoint, or a fresh one.
         engine_module, gateway_module: what the children run; tests put theirs here.
         base: where the private folder is made; by default the user's private folder.
+        on_draining: told, once `drain` began, how many streams are open.
     """
 
     def __init__(
@@ -59,6 +70,7 @@ class Server:
         engine_module: str = ENGINE_MODULE,
         gateway_module: str = GATEWAY_MODULE,
         base: Path | None = None,
+        on_draining: Callable[[int], None] = lambda num_streams: None,  # noqa: ARG005
     ) -> None:
         self.config = config
         self.url = ""
@@ -67,7 +79,9 @@ class Server:
         """What the engine told about itself when it became ready."""
         self._modules = {"engine": engine_module, "gateway": gateway_module}
         self._base = base
+        self._on_draining = on_draining
         self._folder: ServerFolder | None = None
+        self._socket: tuple[int, int] | None = None
         self._engine: Child | None = None
         self._gateway: Child | None = None
 
@@ -97,14 +111,24 @@ class Server:
             await self.close()
             raise
         self.url, self.model, self.info = gateway.endpoint, engine.model or gateway.model, engine.info
+        self._socket = _identity(self.url)
         self._folder.publish(ServerRecord(url=self.url, model=self.model, pid=os.getpid(), started=time.time()))
 
     async def watch(self) -> str:
-        """Wait until a child ends by itself; says which and why. The gateway has had time to tell its clients."""
+        """Wait until a child ends by itself, or the address disappears; says which and why.
+
+        The gateway has had time to tell its clients, or to let their streams end.
+        """
         engine, gateway = self._children()
         ends = {asyncio.ensure_future(child.ended()): child for child in (engine, gateway)}
         try:
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                done, _ = await asyncio.wait(ends, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    break
+                if self._socket is not None and _identity(self.url) != self._socket:
+                    await self.drain()
+                    return f"the socket at {self.url} was removed or replaced, so that no client can come in any more"
         finally:
             for end in ends:
                 end.cancel()
@@ -124,6 +148,9 @@ class Server:
 
     async def close(self) -> None:
         """End everything at once and remove the folder. Idempotent, in every state."""
+        if self._gateway is not None:  # a moment to take its socket away; what is left is swept at the next start
+            self._gateway.terminate()
+            await _within(_TIDY_S, self._gateway.ended())
         for child in (self._gateway, self._engine):
             if child is not None:
                 await child.close()
@@ -151,6 +178,7 @@ class Server:
         )
         self._engine = await Child.start("engine", self._modules["engine"], inner)
         self._gateway = await Child.start("gateway", self._modules["gateway"], self.config, ("--engine", behind))
+        self._gateway.on_draining = self._on_draining
         try:
             async with asyncio.timeout(server.start_timeout_ms / 1000):
                 return await self._both_ready()
@@ -183,6 +211,15 @@ class Server:
             for end in ends:
                 end.cancel()
             await asyncio.gather(ready, *ends, return_exceptions=True)
+
+
+def _identity(url: str) -> tuple[int, int] | None:
+    """Which file an ipc endpoint is; None if there is none, or it is no ipc."""
+    try:
+        status = os.stat(ipc_path(url))  # noqa: PTH116
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 async def _within(seconds: float, waited: Awaitable[object]) -> None:

@@ -17,6 +17,7 @@ answers are {"text"} or {"code", "message", "field"}, the first line's too.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -35,7 +36,10 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    serve(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[1]))
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[1]))
+    except BrokenPipeError:  # whoever asked is gone; the interpreter would try once more to write what is buffered
+        os._exit(0)
 
 
 def serve(requests: BinaryIO, answers: BinaryIO, max_cpu_seconds: float) -> None:
