@@ -6,12 +6,15 @@ Each section is a frozen struct whose fields carry their limits (`msgspec.Meta`)
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from difflib import get_close_matches
+from typing import Annotated, Final, Literal, get_type_hints
 
 import msgspec
 
 from pagewire.errors import ConfigError
 
+_UNKNOWN: Final = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
 _Int = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -114,5 +117,16 @@ def from_mapping(values: dict[str, object]) -> Config:
         return msgspec.convert(values, Config, strict=True)
     except msgspec.ValidationError as error:
         text, _, where = str(error).partition(" - at `$")
-        field = where.rstrip("`").lstrip(".").replace("[...]", "") or None
-        raise ConfigError(text, field=field) from None
+        field = where.rstrip("`").lstrip(".").replace("[...]", "")
+        unknown = _UNKNOWN.fullmatch(text)
+        if unknown is not None:
+            near = get_close_matches(unknown[1], _keys(field), 1)
+            text = f"unknown key; did you mean {near[0]!r}?" if near else "unknown key"
+            field = f"{field}.{unknown[1]}" if field else unknown[1]
+        raise ConfigError(text, field=field or None) from None
+
+
+def _keys(section: str) -> list[str]:
+    """What a section may hold; "" for the sections themselves."""
+    kind = get_type_hints(Config)[section] if section else Config
+    return [field.name for field in msgspec.structs.fields(kind)]

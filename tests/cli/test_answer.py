@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from pagewire.errors import InvalidRequest
-from pagewire.supervisor.rendezvous import ServerFolder, ServerRecord
+from pagewire.supervisor.rendezvous import ServerFolder
 from pagewire_transport.door import Door, DoorLimits
-from pagewire_transport.messages import Accepted, Done, Finished, Generate, Timings, Tokens, Usage, Welcome
+from pagewire_transport.messages import Accepted, Done, Error, Finished, Generate, Timings, Tokens, Usage, Welcome
+from pagewire_transport.servers import ServerRecord
 
 
 class EchoServer:
@@ -54,6 +55,9 @@ class EchoServer:
                         texts=(word,),
                     )
                 )
+            if text == "fail half way":
+                connection.send(Error(stream=number, code="internal", message="it broke"))
+                return
             connection.send(Finished(stream=number, choice=choice, reason="length", num_tokens=len(words)))
         usage = Usage(prompt=5, completion=n * len(words))
         timings = Timings(queue_ns=1, first_token_ns=2, total_ns=3)
@@ -146,8 +150,44 @@ async def test_a_parameter_out_of_range_is_named(served):
     assert err.count("\n") == 1
 
 
+async def test_an_error_after_some_text_begins_a_line_of_its_own(served):
+    _, _, temporary = served
+    code, out, err = await _pagewire("generate", "fail half way", temporary=temporary)
+    assert (code, out, err) == (1, "fail half way\n", "pagewire: it broke\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "wanted"),
+    [
+        (["generate", b"caf\xe9"], None, "pagewire: prompt: must be text in Unicode"),
+        (["chat", b"caf\xe9"], None, "pagewire: messages[0].content: must be text in Unicode"),
+        (["generate", "x", b"--stop=\xe9"], None, "pagewire: stop[0]: must be text in Unicode"),
+        (["generate"], b"caf\xe9", "pagewire: prompt: "),
+    ],
+)
+async def test_text_that_is_no_utf8_is_2_and_named(served, arguments, stdin, wanted):
+    _, _, temporary = served
+    code, out, err = await _pagewire(*arguments, temporary=temporary, stdin=stdin)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith(wanted)
+
+
 async def test_without_a_server_the_message_says_how_to_start_one(tmp_path):
     code, _, err = await _pagewire("generate", "x", temporary=tmp_path)
-    assert code == 2
+    assert code == 1
     assert "pagewire serve" in err
     assert err.count("\n") == 1
+
+
+async def test_a_server_that_is_starting_is_told_from_none(served):
+    _, _, temporary = served
+    code, _, err = await _pagewire("chat", "x", "--url", f"ipc://{temporary}/nobody.sock", temporary=temporary)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "no server answers at" in err
+    other = temporary / "other" / f"pagewire-{os.getuid()}"
+    other.mkdir(mode=0o700, parents=True)
+    folder = ServerFolder.create(other)
+    code, _, err = await _pagewire("chat", "x", temporary=temporary / "other")
+    folder.close()
+    assert (code, err.count("\n")) == (1, 1)
+    assert "still starting" in err

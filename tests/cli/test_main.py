@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 
+import gguf
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from pagewire.cli import main as cli
 from pagewire.cli import model_path as models
@@ -14,7 +19,7 @@ from pagewire.errors import EngineFailed, ModelError, Overloaded
 
 def _pagewire(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pagewire.cli.main", *arguments],
+        [sys.executable, "-m", "pagewire.cli.entry", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -29,8 +34,9 @@ def _one_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-def test_version():
-    done = _pagewire("version")
+@pytest.mark.parametrize("argument", ["version", "--version"])
+def test_version(argument):
+    done = _pagewire(argument)
     assert (done.returncode, done.stdout.count(".")) == (0, 2)
 
 
@@ -51,20 +57,42 @@ def test_help_loads_nothing_heavy(arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "wanted"),
     [
-        [],
-        ["fly"],
-        ["serve", "--no-such-flag"],
-        ["serve", "--max-rows", "many"],
-        ["serve", "--dtype", "int3"],
-        ["generate", "--logit-bias", "5"],
+        ([], "COMMAND; see `pagewire --help`"),
+        (["fly"], "'fly'"),
+        (["serve", "--no-such-flag"], "there is no flag --no-such-flag; see `pagewire serve --help`"),
+        (["serve", "--max-rowz", "3"], "--max-rowz; did you mean --max-rows? See `pagewire serve --help`"),
+        (["serve", "--max-row=3"], "--max-row; did you mean --max-rows?"),
+        (["serve", "--max-rows", "many"], "--max-rows: invalid int value: 'many'; see `pagewire serve --help`"),
+        (["serve", "--dtype", "int3"], "'int3'"),
+        (["generate", "--logit-bias", "5"], "'5' has no '='"),
+        (["generate", "two", "words"], "'words' is one word too many"),
+        (["chat", "-x"], "goes after --: pagewire chat -- '-…'"),
     ],
 )
-def test_wrong_usage_is_2(arguments):
+def test_wrong_usage_is_2_in_one_line_that_names_it(arguments, wanted):
     done = _pagewire(*arguments)
     assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    assert wanted in _one_line(done)
+
+
+def test_a_prompt_may_begin_with_a_minus():
+    assert cli.parse(*cli.parser(), ["chat", "-5+3", "--max-tokens", "9"]).prompt == "-5+3"
+    assert cli.parse(*cli.parser(), ["chat", "--", "-x"]).prompt == "-x"
+
+
+def test_ctrl_c_while_modules_are_imported_is_130_without_a_word(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'pagewire.cli.main':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+    )
+    done = _pagewire("version", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_model_that_does_not_exist_is_2_and_says_what_to_name():
@@ -84,7 +112,7 @@ def test_an_unknown_key_of_the_file_is_2_and_named(tmp_path):
     file.write_text("[cache]\nblock_sise = 16\n")
     done = _pagewire("serve", "--config", str(file))
     assert done.returncode == 2
-    assert "block_sise" in _one_line(done)
+    assert f"{file}: cache.block_sise: unknown key; did you mean 'block_size'?" in _one_line(done)
 
 
 def test_a_model_named_twice_is_2():
@@ -149,3 +177,72 @@ def test_info_of_a_truncated_file_is_2(tmp_path):
     done = _pagewire("info", str(file))
     assert done.returncode == 2
     assert "m.gguf" in _one_line(done)
+
+
+@pytest.fixture
+def small_gguf(tmp_path):
+    """A header with one tensor of 64 bytes; (path, a function that writes it for an architecture)."""
+
+    def make(architecture: str):
+        path = tmp_path / f"{architecture}.gguf"
+        writer = gguf.GGUFWriter(path, architecture)
+        writer.add_block_count(2)
+        writer.add_embedding_length(4)
+        writer.add_feed_forward_length(8)
+        writer.add_head_count(2)
+        writer.add_context_length(100)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("command", ["info", "serve"])
+def test_an_unsupported_architecture_is_2_and_named(small_gguf, tmp_path, command):
+    done = _pagewire(command, str(small_gguf("mamba")))
+    assert done.returncode == 2
+    assert "'mamba' is not supported; supported: llama" in _one_line(done)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    (tmp_path / "m.safetensors").write_bytes(b"")
+    done = _pagewire(command, str(tmp_path))
+    assert done.returncode == 2
+    assert "'mamba' is not supported" in _one_line(done)
+
+
+@pytest.mark.parametrize("command", ["info", "serve"])
+def test_a_broken_config_json_is_2_and_named(tmp_path, command):
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    (tmp_path / "m.safetensors").write_bytes(b"")
+    done = _pagewire(command, str(tmp_path))
+    assert done.returncode == 2
+    assert "config.json is no JSON object" in _one_line(done)
+
+
+def test_info_of_a_file_that_is_cut_among_its_tensors_is_2(small_gguf):
+    path = small_gguf("llama")
+    assert _pagewire("info", str(path)).returncode == 0
+    path.write_bytes(path.read_bytes()[:-40])
+    done = _pagewire("info", str(path))
+    assert done.returncode == 2
+    assert "is truncated: tensor token_embd.weight" in _one_line(done)
+    assert "100 tokens" in done.stdout
+
+
+def test_info_of_damaged_safetensors_is_2(tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 100,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "model.safetensors"
+    save_file({"x": np.zeros(100, np.float32)}, file)
+    assert _pagewire("info", str(tmp_path)).returncode == 0
+    file.write_bytes(file.read_bytes()[:-40])
+    done = _pagewire("info", str(tmp_path))
+    assert done.returncode == 2
+    assert "model.safetensors is truncated or damaged" in _one_line(done)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
 from pagewire.cli.flags import values_of
-from pagewire.errors import ConfigError
-from pagewire.supervisor.rendezvous import find_servers
+from pagewire.errors import ConfigError, InvalidRequest, PagewireError
 from pagewire_client import Result, Stream
+from pagewire_transport.servers import find_url
 
 
 def prompt_of(namespace: argparse.Namespace) -> str:
@@ -18,28 +19,25 @@ def prompt_of(namespace: argparse.Namespace) -> str:
 
     Raises:
         ConfigError: there is neither.
+        InvalidRequest: standard input holds no UTF-8.
     """
     if namespace.prompt is not None:
         return str(namespace.prompt)
     if sys.stdin.isatty():
         raise ConfigError("give a prompt, or pipe one into standard input")
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise InvalidRequest("standard input is no text in UTF-8", field="prompt") from None
 
 
 def url_of(namespace: argparse.Namespace) -> str:
     """The server that is meant: by `--url`, or the newest that runs here.
 
     Raises:
-        ConfigError: none runs.
+        ConnectionLost: none runs.
     """
-    if namespace.url is not None:
-        return str(namespace.url)
-    servers = find_servers()
-    if not servers:
-        raise ConfigError(
-            "no server of yours runs on this machine; start one with `pagewire serve`, or name one: --url"
-        )
-    return servers[0].url
+    return str(namespace.url) if namespace.url is not None else find_url()
 
 
 def params_of(namespace: argparse.Namespace) -> Mapping[str, Any]:
@@ -51,14 +49,21 @@ async def show(stream: Stream, out: TextIO) -> Result:
     """Write the text as it comes; several continuations one after the other, each under a heading.
 
     Raises:
-        PagewireError: the request was refused or failed.
+        PagewireError: the request was refused or failed; it finds the cursor at the start of a line.
     """
-    async with stream:
-        async for chunk in stream:
-            if chunk.choice == 0:
-                out.write(chunk.text)
-                out.flush()
-        result = await stream.result()
+    last = "\n"
+    try:
+        async with stream:
+            async for chunk in stream:
+                if chunk.choice == 0 and chunk.text:
+                    out.write(chunk.text)
+                    out.flush()
+                    last = chunk.text[-1]
+            result = await stream.result()
+    except (PagewireError, asyncio.CancelledError):
+        out.write("" if last == "\n" else "\n")
+        out.flush()
+        raise
     others = [f"\n--- {number} ---\n{choice.text}" for number, choice in enumerate(result.choices[1:], start=2)]
     out.write("\n".join(["", *others, ""]) if others or not result.text.endswith("\n") else "")
     out.flush()

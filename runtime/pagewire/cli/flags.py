@@ -11,7 +11,7 @@ import argparse
 import inspect
 import tomllib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -42,13 +42,16 @@ def add_struct_flags(
     *,
     prefix: str,
     helps: Mapping[str, str] = types.MappingProxyType({}),
+    skip: Collection[str] = (),
 ) -> None:
-    """A flag for each field of `kind`; parsed values land in the namespace as `prefix.field`.
+    """A flag for each field of `kind` but those in `skip`; parsed values land in the namespace as `prefix.field`.
 
     `helps` has help texts by field, for a struct whose types do not carry them.
     """
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
+        if field.name in skip:
+            continue
         description, options = _options(hints[field.name])
         description = description or helps.get(field.name, "")
         default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
@@ -73,15 +76,18 @@ def config_from(namespace: argparse.Namespace) -> Config:
     """The configuration: defaults, overridden by the file, overridden by flags.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or value is wrong; `field` is the dotted key.
+        ConfigError: the file cannot be read or is wrong, and the message begins with its name; or a flag's value is
+            wrong, and `field` is the dotted key.
     """
     values = read_config_file(namespace.config) if namespace.config is not None else {}
+    try:
+        from_mapping(values)
+    except ConfigError as error:
+        raise ConfigError(f"{namespace.config}: {error}") from None
     for section in get_type_hints(Config):
         given = values_of(namespace, section)
         if given:
-            below = values.setdefault(section, {})
-            if isinstance(below, dict):  # otherwise the check below names the section
-                below.update(given)
+            values.setdefault(section, {}).update(given)
     return from_mapping(values)
 
 
@@ -94,9 +100,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="config") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}", field="config") from None
+        raise ConfigError(f"{path} is no TOML: {error}") from None
 
 
 def _options(hint: Any) -> tuple[str, dict[str, Any]]:

@@ -1,31 +1,40 @@
-"""`pagewire info MODEL`: what a model file or folder holds, read from its header alone."""
+"""`pagewire info MODEL`: what a model file or folder holds, and whether it can be served, as far as headers tell."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from pagewire.cli.model_check import check_gguf, check_has_weights, check_model, gguf_file, read_json
 from pagewire.cli.model_path import model_path
-from pagewire.errors import ModelError
-from pagewire.text.gguf_metadata import read_gguf_metadata
+from pagewire.gguf_header import read_header
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Print one line a fact."""
+    """Print one line a fact; then whatever would keep `serve` from serving it is raised."""
     path = model_path(namespace.model)
-    facts = _folder_facts(path) if path.is_dir() else _gguf_facts(path)
-    width = max(len(name) for name in facts)
-    for name, value in facts.items():
-        print(f"{name:{width}}  {value}")
+    file = gguf_file(path)
+    if file is None:
+        _print(_folder_facts(path if path.is_dir() else path.parent))
+        check_model(path)
+    else:
+        header = read_header(file)
+        _print(_gguf_facts(file, header.metadata))
+        check_gguf(file, header)
     return 0
 
 
-def _gguf_facts(path: Path) -> dict[str, str]:
-    pairs = read_gguf_metadata(path)
+def _print(facts: Mapping[str, str]) -> None:
+    width = max(len(name) for name in facts)
+    for name, value in facts.items():
+        print(f"{name:{width}}  {value}")
+    sys.stdout.flush()  # a complaint comes after it, also where both go into one file
+
+
+def _gguf_facts(path: Path, pairs: Mapping[str, Any]) -> dict[str, str]:
     architecture = str(pairs.get("general.architecture", "unknown"))
 
     def of(key: str) -> Any:
@@ -50,13 +59,11 @@ def _gguf_facts(path: Path) -> dict[str, str]:
 
 
 def _folder_facts(path: Path) -> dict[str, str]:
-    weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        raise ModelError(f"{path} holds no *.safetensors file; name a folder in Hugging Face layout or a GGUF file")
-    config = _json(path / "config.json")
+    weights = check_has_weights(path)
+    config = read_json(path / "config.json")
     heads = config.get("num_attention_heads")
     has_template = (path / "chat_template.jinja").exists() or (
-        (path / "tokenizer_config.json").exists() and "chat_template" in _json(path / "tokenizer_config.json")
+        (path / "tokenizer_config.json").exists() and "chat_template" in read_json(path / "tokenizer_config.json")
     )
     return _facts(
         path,
@@ -73,15 +80,6 @@ def _folder_facts(path: Path) -> dict[str, str]:
         has_template=has_template,
         num_bytes=sum(file.stat().st_size for file in weights),
     )
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise ModelError(f"{path} is no JSON object: {error}") from None
 
 
 def _facts(  # one keyword a fact, so that the two formats cannot drift apart

@@ -1,7 +1,7 @@
 """`pagewire`: parse, run one command, answer with an exit code.
 
     0    done
-    1    it did not work (one line on standard error says why)
+    1    it did not work, or no server runs (one line on standard error says why)
     2    wrong usage, or a model that cannot be served: change the command and try again
     130  interrupted
 
@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from typing import Final, Protocol, cast
 
 from pagewire.cli.flags import add_config_flags, add_struct_flags
+from pagewire.cli.parser import EXIT_USAGE, Parser, parse
 from pagewire.errors import ConfigError, InvalidRequest, ModelError, PagewireError
 from pagewire_transport.params import SamplingParams
 
 EXIT_FAILED: Final = 1
-EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 _COMMANDS: Final = {
@@ -49,12 +49,13 @@ _SAMPLING_HELP: Final = {
     "logit_bias": "added to the logit of a token, as ID=BIAS; repeat for more",
     "seed": "repeats the same draw; default: drawn",
     "n": "continuations of the one prompt",
-    "logprobs": "log-probabilities of the chosen token and of the k likeliest",
-    "prompt_logprobs": "the same for the prompt's tokens",
     "stop": "a text that ends the continuation; repeat for more",
     "stop_token_ids": "a token that ends the continuation; repeat for more",
     "ignore_eos": "go on after the model's own end",
 }
+
+_NOT_FOR_TERMINALS: Final = ("logprobs", "prompt_logprobs")
+"""Columns of numbers beside token ids are for programs: the Python client has them."""
 
 
 class Command(Protocol):
@@ -65,11 +66,18 @@ class Command(Protocol):
         ...
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    top = argparse.ArgumentParser(
-        prog="pagewire", description="Serve large language models; tokens are streamed over ZeroMQ."
-    )
+class _ShowVersion(argparse.Action):
+    """Reads the version when it is asked for: the package's metadata takes longer to find than all the rest."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(_version())
+        parser.exit()
+
+
+def parser() -> tuple[Parser, dict[str, Parser]]:
+    """The whole command line, and the part of each command."""
+    top = Parser(prog="pagewire", description="Serve large language models; tokens are streamed over ZeroMQ.")
+    top.add_argument("--version", action=_ShowVersion, nargs=0, help="say the version and leave")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     of = {
         name: commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -83,19 +91,25 @@ def parser() -> argparse.ArgumentParser:
         of[name].add_argument("prompt", nargs="?", metavar="PROMPT", help="default: what standard input holds")
         of[name].add_argument("--url", help="of the server; default: the newest that this user runs on this machine")
         of[name].add_argument("--stats", action="store_true", help="say on standard error how fast it was")
-        add_struct_flags(of[name].add_argument_group("sampling"), SamplingParams, prefix="params", helps=_SAMPLING_HELP)
+        add_struct_flags(
+            of[name].add_argument_group("sampling"),
+            SamplingParams,
+            prefix="params",
+            helps=_SAMPLING_HELP,
+            skip=_NOT_FOR_TERMINALS,
+        )
     of["chat"].add_argument("--system", metavar="TEXT", help="a system message to begin with")
     of["info"].add_argument("model", metavar="MODEL", help="a GGUF file or a model folder")
     of["demo"].add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask")
-    return top
+    return top, of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command `pagewire`."""
-    namespace = parser().parse_args(arguments)
+    namespace = parse(*parser(), arguments)
     try:
         if namespace.command == "version":
-            print(importlib.metadata.version("pagewire"))
+            print(_version())
             return 0
         command = cast("Command", importlib.import_module(f"pagewire.cli.{namespace.command}"))
         return command.run(namespace)
@@ -107,6 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `pagewire generate … | head`: the reader has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+def _version() -> str:
+    return importlib.metadata.version("pagewire")
 
 
 def _complain(message: str) -> None:

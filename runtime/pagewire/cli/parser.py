@@ -1,0 +1,51 @@
+"""An `ArgumentParser` that complains in one line, and knows which flag was meant."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+EXIT_USAGE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags are given in full: a shortened one would change its meaning when a new flag is added.
+
+    The whole usage with every complaint was rejected: that of `serve` has forty lines, and hides the one that counts.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        """One line, and exit code 2."""
+        see = " See" if message.endswith("?") else "; see"
+        self.exit(EXIT_USAGE, f"pagewire: {' '.join(message.split())}{see} `{self.prog} --help`\n")
+
+    def flags(self) -> list[str]:
+        """All flags of this command."""
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def parse(top: Parser, commands: dict[str, Parser], arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse; what is left over is a flag that does not exist, a word too many, or a prompt that begins with '-'."""
+    namespace, extra = top.parse_known_args(arguments)
+    # `pagewire chat "-5+3"`: no flag has a digit for a name.
+    if len(extra) == 1 and extra[0][1:2].isdigit() and getattr(namespace, "prompt", "") is None:
+        namespace.prompt = extra.pop()
+    if extra:
+        _refuse(commands[namespace.command], extra[0], has_prompt=hasattr(namespace, "prompt"))
+    return namespace
+
+
+def _refuse(command: Parser, word: str, *, has_prompt: bool) -> NoReturn:
+    flag = word.partition("=")[0]
+    if not flag.startswith("-"):
+        command.error(f"{word!r} is one word too many; put quotes around a text")
+    near = get_close_matches(flag, command.flags(), 1)
+    if near:
+        command.error(f"there is no flag {flag}; did you mean {near[0]}?")
+    hint = f"; a prompt that begins with '-' goes after --: {command.prog} -- '-…'" if has_prompt else ""
+    command.error(f"there is no flag {flag}{hint}")
