@@ -302,6 +302,9 @@ async def test_no_server_is_told_in_time(tmp_path):
     with pytest.raises(ConfigError):
         async with connect("http://x"):
             pass
+    with pytest.raises(ConfigError, match="name"):
+        async with connect(f"ipc://{tmp_path}/x", name="\ud800"):
+            pass
 
 
 async def test_a_socket_that_is_missing_or_dead_is_told_at_once(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from typing import Final
 
 from pagewire_transport.codec import MAX_REPLY_BYTES, decode_server, encode
 from pagewire_transport.door import HELLO_FIRST
-from pagewire_transport.errors import ConnectionLost, Overloaded, PagewireError, ProtocolError, from_code
+from pagewire_transport.errors import ConfigError, ConnectionLost, Overloaded, PagewireError, ProtocolError, from_code
 from pagewire_transport.messages import Error, FromClient, FromServer, Goodbye, Hello, Ping, Pong, Welcome
 from pagewire_transport.sockets import ClientSocket
 
@@ -43,7 +43,7 @@ class Link:
         now_ns: the clock for heartbeats.
 
     Raises:
-        ConfigError: the URL is no endpoint.
+        ConfigError: the URL is no endpoint, or `client` no text.
     """
 
     def __init__(
@@ -62,7 +62,10 @@ class Link:
         """What the server said of itself; None while there is no connection."""
         self.is_server_ready = False
         """What the server's last `pong` said, true from its welcome on; False while there is no connection."""
-        self._client = client
+        try:  # before there is a socket, which would be left behind
+            self._hello = encode(Hello(client=client))
+        except UnicodeEncodeError:
+            raise ConfigError("must be text in Unicode without lone surrogates", field="name") from None
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_welcome = on_welcome
@@ -144,7 +147,7 @@ class Link:
             on_disconnect=self._on_disconnect,
             max_message_bytes=self._max_reply_bytes,
         )
-        socket.try_send(encode(Hello(client=self._client)))
+        socket.try_send(self._hello)
         return socket
 
     def _lost(self, reason: PagewireError) -> None:
@@ -224,7 +227,7 @@ class Link:
             if not self._unsent:
                 self._socket.try_send(encode(Ping()))
         elif self._refusal is not None:
-            self._socket.try_send(encode(Hello(client=self._client)))
+            self._socket.try_send(self._hello)
 
     def _is_silent(self) -> bool:
         return self._now_ns() - self._heard_ns > self._timeout_ms * 1_000_000
