@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 
 from pagewire.models.decoder import Decoder
 from pagewire.worker.cpu_attention import PagedAttention
-from pagewire.worker.cpu_exact import choose_pieces, padding
+from pagewire.worker.cpu_linear import TILE
 from pagewire.worker.cpu_split_attention import SplitAttention
 from pagewire.worker.kv_memory import KVMemory
-
-_pieces = cache(choose_pieces)
 
 
 @dataclass
@@ -30,17 +27,9 @@ class Paged:
     """A decoder and its memory. Blocks are handed out in random order (F39), and hold rubbish before (F32)."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        num_blocks: int = 64,
-        block_size: int = 16,
-        seed: int = 0,
-        exact: bool = False,
-        pieces: tuple[int, ...] | None = None,
+        self, decoder: Decoder, *, num_blocks: int = 64, block_size: int = 16, seed: int = 0, exact: bool = False
     ) -> None:
-        self.decoder, self.block_size = decoder, block_size
-        self.pieces = (pieces or _pieces(decoder)) if exact else None
+        self.decoder, self.block_size, self.exact = decoder, block_size, exact
         self.memory = KVMemory(decoder.config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32)
         for pool in (*self.memory.keys, *self.memory.values):
             pool[1:] = float("nan")
@@ -72,13 +61,13 @@ class Paged:
         sizes = np.array([len(ids) for _, ids in entries], np.int32)
         positions = [row.computed + i for row, ids in entries for i in range(len(ids))]
         token_ids = [token for _, ids in entries for token in ids]
-        missing = padding(len(token_ids), self.pieces)
-        self.decoder.pieces = self.pieces
+        padding = -len(token_ids) % TILE if self.exact else 0
+        self.decoder.tile = TILE if self.exact else None
         with torch.inference_mode():
             self.attention.prepare(tables, starts, sizes, len(decode))
             hidden = self.decoder.forward(
-                torch.tensor(token_ids + token_ids[-1:] * missing),
-                torch.tensor(positions + positions[-1:] * missing),
+                torch.tensor(token_ids + token_ids[-1:] * padding),
+                torch.tensor(positions + positions[-1:] * padding),
                 self.attention,
             )
             logits = self.decoder.logits(hidden)[: len(token_ids)]

@@ -10,12 +10,10 @@ from tests.models.test_against_transformers import token_ids
 from pagewire.config import ModelConfig
 from pagewire.errors import ConfigError
 from pagewire.models.config import DecoderConfig, RopeConfig
-from pagewire.models.decoder import Decoder, cut
+from pagewire.models.decoder import Decoder
 from pagewire.models.dummy import random_weights
 from pagewire.models.load import load_model
-from pagewire.worker import cpu_linear
-from pagewire.worker.cpu_exact import TILE, choose_pieces, padding
-from pagewire.worker.cpu_linear import pack_weights
+from pagewire.worker.cpu_linear import check_place_invariance, pack_weights
 
 LENGTH = 300  # more than two splits of keys
 IDS, OTHER = token_ids(LENGTH), token_ids(500, 1)
@@ -112,44 +110,10 @@ def test_wide_layers_of_odd_width(threads, num_threads):
         assert torch.equal(paged.prefill(paged.row(40), ids, sizes), expected)
 
 
-@pytest.mark.skipif(cpu_linear._operators() is None, reason="this build of PyTorch has no oneDNN")
-def test_oneDNN_agrees_with_itself(packed):  # noqa: N802
-    """Where this fails the mode still works, but prefill is slow: worth knowing."""
-    assert {64, 8} <= set(choose_pieces(packed))
-
-
-@pytest.mark.parametrize("pieces", [(8,), (8, 1), (64, 8)])
-def test_fewer_pieces_give_the_same_bits(packed, expected, pieces):
-    """Where others are refused: whatever is left computes the same."""
-    paged = Paged(packed, exact=True, pieces=pieces)
-    assert torch.equal(paged.prefill(paged.row(LENGTH), IDS, [100, 1, 37]), expected)
-
-
-def crooked(packed, error) -> Decoder:
-    """`error(tokens)` [T, 1] is added to what its products give."""
-    decoder = Decoder(packed.config, packed.weights)
-    decoder.project = lambda x, weight: packed.project(x, weight) * (1 + 1e-6 * error(len(x)))
-    return decoder
-
-
-def test_sizes_that_differ_are_not_used(packed):
-    decoder = crooked(packed, lambda num: torch.full((num, 1), float(num in (1, 32))))
-    assert choose_pieces(decoder) == (64, 16, 8)
-
-
 def test_products_that_depend_on_the_place_are_refused(packed):
-    decoder = crooked(packed, lambda num: torch.arange(float(num))[:, None])
+    check_place_invariance(packed)
+    crooked = Decoder(packed.config, packed.weights)
+    crooked.project = lambda x, weight: packed.project(x, weight) * (1 + 1e-7 * torch.arange(len(x))[:, None])
     with pytest.raises(ConfigError) as caught:
-        choose_pieces(decoder)
+        check_place_invariance(crooked)
     assert caught.value.field == "engine.deterministic"
-
-
-@given(num=st.integers(1, 700), pieces=st.sampled_from([(64, 32, 16, 8, 1), (64, 8), (8,), (16, 8, 1)]))
-def test_padded_tokens_can_be_cut(num, pieces):
-    missing = padding(num, pieces)
-    sizes = cut(num + missing, pieces)
-    assert sum(sizes) == num + missing
-    assert missing < TILE
-    assert set(sizes) <= set(pieces)
-    assert 1 not in sizes or num == 1
-    assert padding(num, None) == 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Final
 
 import torch
@@ -30,9 +29,6 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Project = Callable[[Tensor, Tensor], Tensor]
 """(x [T, in], weight [out, in]) → [T, out]."""
 
-ROWS: Final = 8
-"""With `pieces`, how many tokens an operation other than a matrix product works on at most."""
-
 _ONE_THREAD: Final = 32_768
 """Elements up to which PyTorch keeps an elementwise operation on one thread (`at::internal::GRAIN_SIZE`)."""
 
@@ -46,9 +42,9 @@ class Decoder:
         max_model_len: longest sequence that it serves.
         cos, sin: float32 [max_model_len, head_dim / 2].
         project: the matrix product that `forward` and `logits` use.
-        pieces: None, or numbers of tokens, largest first: `forward` and `logits` then cut what they get into pieces of
-            these sizes, so that no operation ever sees another shape, and take only what can be cut so. See
-            `pagewire.worker.cpu_exact`.
+        tile: with a number, every operation but `attend` works on exactly so many tokens at a time (or on one, where
+            so many would be split over threads within a token), so that a token's bits cannot depend on how many others
+            there are. `forward` and `logits` then take multiples of it only.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class Decoder:
             inv_freq = inv_freq / weights.rope_factors
         self.cos, self.sin = reference.rope_tables(inv_freq, self.max_model_len)
         self.project: Project = torch.nn.functional.linear
-        self.pieces: tuple[int, ...] | None = None
+        self.tile: int | None = None
         self._rope = cpu.rope_tables(self.cos, self.sin)
         self._eps = torch.full((1,), config.norm_eps)
 
@@ -83,19 +79,19 @@ class Decoder:
             attend: see `Attend`; called once a layer, in order.
         """
         weights = self.weights
-        turns = [self._cut(table.index_select(0, positions)[:, None]) for table in self._rope]
+        turns = [self._tiles(table.index_select(0, positions)[:, None]) for table in self._rope]
         x = weights.embedding.index_select(0, token_ids)
         for number, layer in enumerate(weights.layers):
-            parts = [self._before_attention(layer, *piece) for piece in zip(self._cut(x), *turns, strict=True)]
+            parts = [self._before_attention(layer, *tile) for tile in zip(self._tiles(x), *turns, strict=True)]
             attended = attend(number, *map(_joined, zip(*parts, strict=True)))
-            pairs = zip(self._cut(x), self._cut(attended), strict=True)
+            pairs = zip(self._tiles(x), self._tiles(attended), strict=True)
             x = _joined([self._after_attention(layer, *pair) for pair in pairs])
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab] of hidden states [S, hidden]."""
         weights = self.weights
-        return _joined([self.project(self._norm(x, weights.final_norm), weights.lm_head) for x in self._cut(hidden)])
+        return _joined([self.project(self._norm(x, weights.final_norm), weights.lm_head) for x in self._tiles(hidden)])
 
     def _before_attention(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of each token, turned by its position."""
@@ -114,31 +110,21 @@ class Decoder:
         return self._each(lambda rows: cpu.rms_norm(rows, weight, self._eps), x)
 
     def _each(self, operation: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
-        """An operation on each token; with `pieces`, on `ROWS` at most.
+        """An operation on each token, with `tile` in such a way that no token's place matters.
 
         PyTorch spreads large operations over threads at equal numbers of elements; the ends of such ranges are computed
-        without vector instructions, and round differently. So where `ROWS` tokens would be spread, it is one at a time:
-        within a single token, the ends always fall on the same elements.
+        without vector instructions, and round differently. In a single token they always fall on the same elements.
         """
-        num = x.shape[0]
-        if self.pieces is None or (num <= ROWS and x.numel() <= _ONE_THREAD):
+        if self.tile is None or x.numel() <= _ONE_THREAD:
             return operation(x, *others)
-        rows = ROWS if x.numel() // num * ROWS <= _ONE_THREAD else 1
-        return torch.cat([operation(*part) for part in zip(*(y.split(rows) for y in (x, *others)), strict=True)])
+        return torch.cat([operation(*rows) for rows in zip(*(tensor.split(1) for tensor in (x, *others)), strict=True)])
 
-    def _cut(self, x: Tensor) -> Sequence[Tensor]:
-        return (x,) if self.pieces is None else x.split(cut(x.shape[0], self.pieces))
-
-
-@cache
-def cut(num_tokens: int, sizes: tuple[int, ...]) -> list[int]:
-    """`num_tokens` as a sum of `sizes`, as many of the first as fit before the next."""
-    out = []
-    for size in sizes:
-        out += [size] * (num_tokens // size)
-        num_tokens %= size
-    assert num_tokens == 0, (num_tokens, sizes)
-    return out
+    def _tiles(self, x: Tensor) -> Sequence[Tensor]:
+        if self.tile is None:
+            return (x,)
+        assert x.shape[0] % self.tile == 0, (x.shape, self.tile)
+        tiles: Sequence[Tensor] = x.split(self.tile)
+        return tiles
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

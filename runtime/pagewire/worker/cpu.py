@@ -27,8 +27,7 @@ from pagewire.models.load import load_model
 from pagewire.step.step import Int32Array, PromptLogprobRows, SampleFlag, StepPlan, StepResult
 from pagewire.worker.compute_thread import ComputeThread
 from pagewire.worker.cpu_attention import PagedAttention
-from pagewire.worker.cpu_exact import choose_pieces, padding
-from pagewire.worker.cpu_linear import pack_weights
+from pagewire.worker.cpu_linear import TILE, check_place_invariance, pack_weights
 from pagewire.worker.cpu_split_attention import SplitAttention
 from pagewire.worker.interface import LogitMasks, WorkerShape
 from pagewire.worker.kv_memory import KVMemory, num_blocks_for
@@ -148,7 +147,9 @@ class _Stepper:
             raise ConfigError(f"a CPU computes in float32, not in {dtype}", field="model.dtype")
         pack_weights(decoder)
         deterministic = config.engine.deterministic
-        decoder.pieces = choose_pieces(decoder) if deterministic else None
+        decoder.tile = TILE if deterministic else None
+        if deterministic:
+            check_place_invariance(decoder)
         model, max_rows, block_size = decoder.config, config.scheduler.max_rows, config.cache.block_size
         num_blocks = num_blocks_for(
             model,
@@ -256,7 +257,7 @@ class _Stepper:
 
     def _padded(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         """The last value repeated, up to a number of tokens that the decoder takes."""
-        missing = padding(values.size, self._decoder.pieces)
+        missing = -values.size % (self._decoder.tile or 1)
         return np.pad(values, (0, missing), mode="edge") if missing else values
 
     def _prompt_logprobs(self, plan: StepPlan, entry: int, num_tops: int, hidden: Tensor) -> PromptLogprobRows:

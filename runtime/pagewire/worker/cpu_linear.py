@@ -6,6 +6,10 @@ two thirds, and more of them no longer than before.
 
 The operators are those that PyTorch's own compiler emits for frozen weights. Where a build lacks them, weights stay as
 they are.
+
+The deterministic mode needs one property more: in a product of `TILE` tokens, a token's bits must depend neither on its
+place nor on its neighbours. oneDNN's kernels have it, since each output is one sum over the inputs in one order;
+`check_place_invariance` makes sure on the machine at hand.
 """
 
 from __future__ import annotations
@@ -16,7 +20,12 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import linear
 
+from pagewire.errors import ConfigError
 from pagewire.models.decoder import Decoder
+
+TILE: Final = 8
+"""Tokens of every product in deterministic mode: a compromise between one stream, which pays for all of them, and
+prefill, which reads the weights once for so many."""
 
 _PACK_FOR: Final = 16
 """Tokens that the layout is chosen for. All hints above 1 gave the same layout; 1 gives one that is slow for others."""
@@ -36,6 +45,34 @@ def pack_weights(decoder: Decoder) -> None:
             setattr(layer, name, reorder(getattr(layer, name), _PACK_FOR))
     decoder.weights.lm_head = reorder(decoder.weights.lm_head, _PACK_FOR)
     decoder.project = lambda x, weight: multiply(x, weight, None, "none", [], "")
+
+
+def check_place_invariance(decoder: Decoder) -> None:
+    """Multiply one token with each kind of weight, at every place of a tile and among different neighbours.
+
+    Raises:
+        ConfigError: some bits differ; this build of PyTorch cannot serve deterministically.
+    """
+    config, layer = decoder.config, decoder.weights.layers[0]
+    generator = torch.Generator().manual_seed(0)
+    for weight, width in (
+        (layer.qkv, config.hidden_size),
+        (layer.attn_out, config.q_size),
+        (layer.gate_up, config.hidden_size),
+        (layer.down, config.intermediate_size),
+        (decoder.weights.lm_head, config.hidden_size),
+    ):
+        token = torch.randn(width, generator=generator)
+        seen = []
+        for place in range(TILE):
+            x = torch.randn(TILE, width, generator=generator)
+            x[place] = token
+            seen.append(decoder.project(x, weight)[place])
+        if not all(torch.equal(seen[0], other) for other in seen):
+            raise ConfigError(
+                "this build of PyTorch multiplies a token differently at different places of a tile",
+                field="engine.deterministic",
+            )
 
 
 def _operators() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
