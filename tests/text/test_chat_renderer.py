@@ -136,6 +136,19 @@ def test_a_process_that_someone_killed_is_replaced(make):
         assert renderer.render(CHAT, {}) == "user:hello;"
 
 
+@pytest.mark.parametrize("num_bytes", [1, 2**20], ids=["reading hangs", "writing hangs"])
+def test_a_process_that_is_stuck_is_replaced(num_bytes):
+    """F1: it uses no processor time, so no limit of that ends it."""
+    renderer = ChatRenderer(ECHO, {}, max_seconds=3.0)
+    renderer.start()
+    process = renderer._worker._process
+    process.send_signal(signal.SIGSTOP)
+    text = "x" * num_bytes
+    assert renderer.render([{"role": "user", "content": text}], {}) == f"user:{text};"
+    assert process.wait() == -signal.SIGKILL
+    renderer.close()
+
+
 def test_no_process_at_all(make, monkeypatch):
     renderer = make(ECHO)
     monkeypatch.setattr(sys, "executable", "/bin/false")

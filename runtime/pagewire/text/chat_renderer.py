@@ -28,12 +28,21 @@ class ChatRenderer:
         source: the template, Jinja.
         variables: special tokens by the names that templates use (`bos_token`, …).
         max_cpu_seconds: what one render may take.
+        max_seconds: after so long the process is taken for stuck (stopped, swapped out) and killed.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], *, max_cpu_seconds: float = 2.0) -> None:
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        *,
+        max_cpu_seconds: float = 2.0,
+        max_seconds: float = 20.0,
+    ) -> None:
         self.source = source
         self._variables = dict(variables)
         self._max_cpu_seconds = max_cpu_seconds
+        self._max_seconds = max_seconds
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._broken: str | None = None  # why it cannot be compiled
@@ -65,7 +74,7 @@ class ChatRenderer:
             InvalidRequest: no messages, a variable of a reserved name, a value that is not plain data, or the template
                 refuses the messages.
             ModelError: the template is broken, fails, or takes more time, memory or output than it may.
-            InternalError: someone else ended the process, twice.
+            InternalError: the process was ended by someone else, or got stuck, twice.
         """
         if not messages:
             raise InvalidRequest("must not be empty", field="messages")
@@ -91,7 +100,7 @@ class ChatRenderer:
             raise ModelError(self._broken, field="messages")
         if self._worker is None:
             try:
-                worker = _Worker(self._max_cpu_seconds)
+                worker = _Worker(self._max_cpu_seconds, self._max_seconds)
             except OSError as error:
                 raise InternalError(f"no process to render chat templates: {error.strerror}; try again") from None
             try:
@@ -124,7 +133,7 @@ def _stopped(lost: _WorkerLost) -> PagewireError:
 class _Worker:
     """The process and its pipes."""
 
-    def __init__(self, max_cpu_seconds: float) -> None:
+    def __init__(self, max_cpu_seconds: float, max_seconds: float) -> None:
         # -P: the current folder must not shadow modules. A session of its own: signals of a terminal are the server's.
         process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
             [sys.executable, "-P", "-m", "pagewire.text.template_worker", str(max_cpu_seconds)],
@@ -133,6 +142,7 @@ class _Worker:
             start_new_session=True,
         )
         self._process = process
+        self._max_seconds = max_seconds
         # Also runs when the renderer is dropped without `close`, and at interpreter exit.
         self.close = weakref.finalize(self, _end, process)
 
@@ -141,12 +151,19 @@ class _Worker:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
+        # Reading and writing may both block for ever, and threads of the gateway with them: all prompts would wait (F1).
+        # A timer costs a thread, 0.05 ms; non-blocking pipes would cost a loop of their own here.
+        timer = threading.Timer(self._max_seconds, process.kill)
+        timer.daemon = True
+        timer.start()
         try:
             process.stdin.write(line.encode("utf-8", "surrogatepass") + b"\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = b""
+        finally:
+            timer.cancel()
         if not answer.endswith(b"\n"):
             self.close()
             raise _WorkerLost(process.returncode)
