@@ -6,9 +6,8 @@ import sys
 import threading
 
 import pytest
-import torch
 
-from pagewire.worker.compute_thread import ComputeThread, one_thread
+from pagewire.worker.compute_thread import ComputeThread
 
 
 def nothing() -> None:
@@ -67,15 +66,3 @@ def test_endless_work_does_not_keep_the_process():
         "ComputeThread('t', lambda: None).submit(threading.Event().wait)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=20, check=False).returncode == 0
-
-
-def test_one_thread_is_for_a_while_and_also_after_a_fault():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(ZeroDivisionError), one_thread():
-            assert torch.get_num_threads() == 1
-            raise ZeroDivisionError
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

@@ -6,14 +6,11 @@ a model that is still being loaded, would keep the process alive. This one is a 
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
-
-import torch
 
 _T = TypeVar("_T")
 
@@ -68,18 +65,3 @@ class ComputeThread:
                     future.set_exception(error)
             del work, future, item  # a thread that waits holds nothing
         self.ended.set_result(None)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """PyTorch computes in this thread alone.
-
-    For many small operations: sharing one of 20 µs gains nothing, and each ends in a wait for all threads, which costs
-    milliseconds where another program has the core that one of them needs.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # half a microsecond
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

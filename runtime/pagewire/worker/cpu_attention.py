@@ -20,15 +20,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pagewire.models.config import DecoderConfig
 from pagewire.step.step import NULL_BLOCK, Int32Array
-from pagewire.worker.compute_thread import one_thread
 from pagewire.worker.kv_memory import KVMemory
 
 _FREE_PADDING: Final = 16
 _MAX_PADDING: Final = 0.2
 """Rows of different lengths attend together, padded to the longest, while the padding is at most so many blocks (which
 cost what another call does) or this share of all."""
-_SMALL: Final = 1024
-"""Up to so many positions in all, decode attends in one thread."""
 
 
 @dataclass(slots=True)
@@ -65,7 +62,6 @@ class PagedAttention:
         self._memory = memory
         self._heads, self._group, self._dim = config.num_kv_heads, config.group_size, config.head_dim
         self._num_tokens = 0
-        self._is_small = False
         self._decodes: list[_Decode] = []
         self._chunks: list[_Chunk] = []
 
@@ -81,7 +77,6 @@ class PagedAttention:
         self._memory.prepare_write(tables, starts, num_tokens)
         self._num_tokens = int(num_tokens.sum())
         self._decodes = self._decode_groups(tables, starts[:num_decode] + 1)
-        self._is_small = num_decode == starts.size and int(starts.sum()) <= _SMALL
         self._chunks, first = [], num_decode
         for e in range(num_decode, starts.size):
             last = first + int(num_tokens[e])
@@ -90,12 +85,6 @@ class PagedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `pagewire.models.decoder.Attend`. Tokens past the prepared ones are padding: their output is finite."""
-        if not self._is_small:
-            return self._attend(layer, q, k, v)
-        with one_thread():
-            return self._attend(layer, q, k, v)
-
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         num = self._num_tokens
         self._memory.write(layer, k[:num], v[:num])
         if not self._chunks and len(self._decodes) == 1 and q.shape[0] == num:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from pagewire.models.config import DecoderConfig
 from pagewire.step.step import NULL_BLOCK, Int32Array
-from pagewire.worker.compute_thread import one_thread
 from pagewire.worker.kv_memory import KVMemory
 
 TILE: Final = 4
@@ -83,9 +82,8 @@ class SplitAttention:
         """See `pagewire.models.decoder.Attend`. Tokens past the prepared ones are padding: their output is zero."""
         self._memory.write(layer, k[: self._num_tokens], v[: self._num_tokens])
         out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
-        with one_thread():
-            for tile in self._tiles:
-                out[tile.first : tile.last] = self._attend(layer, q[tile.first : tile.last], tile)
+        for tile in self._tiles:
+            out[tile.first : tile.last] = self._attend(layer, q[tile.first : tile.last], tile)
         return out
 
     def _attend(self, layer: int, q: Tensor, tile: _Tile) -> Tensor:
