@@ -70,6 +70,13 @@ def test_sockets_left_by_kill_9_are_swept_and_live_ones_are_not(base):
     )
     subprocess.run([sys.executable, "-c", code, str(base)], check=False)
     assert (base / "dead.sock").is_socket()
+    ServerFolder.create(base).close()
+    assert list(base.iterdir()) == []
+    folder = ServerFolder.create(base)
+    subprocess.run([sys.executable, "-c", code, str(base)], check=False)
+    folder.close()  # it ended its own gateway in a hurry
+    assert list(base.iterdir()) == []
+    subprocess.run([sys.executable, "-c", code, str(base)], check=False)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as live:
         binding = bind(live, f"ipc://{base}/live.sock")
         folder = ServerFolder.create(base)

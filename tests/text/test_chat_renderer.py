@@ -234,3 +234,17 @@ def test_rendering_leaves_the_interpreter_to_others(make):
         time.sleep(0.001)
         ticks += 1
     assert ticks > 10
+
+
+def test_a_worker_whose_reader_is_gone_ends_without_a_word():
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "pagewire.text.template_worker", "1"],
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writer)
+    os.close(reader)
+    _, err = process.communicate(b'{"source": "x", "variables": {}}\n', timeout=30)
+    assert (process.returncode, err) == (0, b"")

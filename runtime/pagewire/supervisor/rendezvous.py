@@ -52,11 +52,13 @@ class ServerFolder:
         draft.rename(self.path / RECORD)
 
     def close(self) -> None:
-        """Remove the folder and let go of the lock. Idempotent."""
+        """Remove the folder and what a killed gateway left beside it, and let go of the lock. Idempotent."""
+        if self._lock < 0:
+            return
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        sweep_sockets(self.path.parent)
+        os.close(self._lock)
+        self._lock = -1
 
 
 def _sweep(base: Path) -> None:
