@@ -85,6 +85,7 @@ def test_a_prompt_may_begin_with_a_minus():
 def test_ctrl_c_while_modules_are_imported_is_130_without_a_word(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background\n"
         "class Interrupt:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'pagewire.cli.main':\n"
