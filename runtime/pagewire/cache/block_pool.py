@@ -118,9 +118,11 @@ class BlockPool:
             InternalError: somebody shared a block behind the tree's back. The counts are wrong from then on.
         """
         ref = self.ref
-        ref[blocks] -= 1
-        if ref[blocks].any():
-            raise InternalError(f"cached blocks have other holders: {self._ids(blocks, ref[blocks] != 0)}")
+        left = ref.take(blocks)
+        left -= 1
+        ref[blocks] = left
+        if left.any():
+            raise InternalError(f"cached blocks have other holders: {self._ids(blocks, left != 0)}")
         self.num_owned -= blocks.size
         self.num_cached += blocks.size
 

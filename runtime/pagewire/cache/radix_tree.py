@@ -334,9 +334,11 @@ class RadixTree:
 
     def _num_held_by(self, blocks: Int32Array, num_holders: int) -> int:
         """How many leading blocks have exactly so many holders."""
-        other = self.pool.ref[blocks] != num_holders
-        first = int(other.argmax()) if blocks.size else 0
-        return first if blocks.size and other[first] else int(blocks.size)
+        if blocks.size == 0:
+            return 0
+        other = self.pool.ref.take(blocks) != num_holders
+        first = int(other.argmax())
+        return first if other[first] else int(blocks.size)
 
     def _split(self, node: RadixNode, k: int) -> RadixNode:
         """Cut `node` behind its first `k` blocks; the upper part, which is about to be used, so newest in the order."""

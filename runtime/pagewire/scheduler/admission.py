@@ -109,13 +109,12 @@ class Admission:
     def _can_spare(self, sequence: Sequence, need: int) -> bool:
         """Whether `need` blocks may go to `sequence`, the running ones considered."""
         spare = self._memory.num_available - need
-        running = [s for s in self._batch.sequences if s is not None]
-        if not running:
+        if self._batch.num_placed == 0:
             return spare >= 0
         if sequence.num_preemptions < self._config.max_preemptions:
             return spare >= self._watermark
         # Preempted often enough: it comes back only when nothing that runs can push it out again.
-        batch, rows = self._batch, np.array([s.row for s in running])
+        batch, rows = self._batch, np.array([s.row for s in self._batch.sequences if s is not None])
         total = -(-batch.limit[rows] // batch.block_size) - batch.num_blocks[rows]
         own = self._memory.blocks_for(sequence.limit) - self._memory.blocks_for(
             sequence.num_prompt + sequence.num_output

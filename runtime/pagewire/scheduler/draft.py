@@ -106,12 +106,15 @@ class Draft:
         rows = sample_rows = decode_rows
         starts, num_tokens, entries = decode_starts, ones(num_decode), ascending(num_decode)
         if self._rows:
-            rows = np.concatenate([rows, np.array(self._rows, np.intp)])
-            starts = np.concatenate([starts, np.array(self._starts, np.int32)])
-            num_tokens = np.concatenate([num_tokens, np.array(self._num_tokens, np.int32)])
-            chunk_samples = np.array(self._samples, np.int32).reshape(-1, 2)
-            entries = np.concatenate([entries, chunk_samples[:, 0] + np.int32(num_decode)])
-            sample_rows = np.concatenate([sample_rows, chunk_samples[:, 1].astype(np.intp)])
+            rows = np.concatenate((rows, np.array(self._rows, np.intp)))
+            starts = np.concatenate((starts, np.array(self._starts, np.int32)))
+            num_tokens = np.concatenate((num_tokens, np.array(self._num_tokens, np.int32)))
+            if self._samples:
+                chunks, of_rows = zip(*self._samples, strict=True)
+                entries = np.concatenate((entries, np.array(chunks, np.int32) + np.int32(num_decode)))
+                # Every chunk with one sample, its own: what a prompt's last chunk is unless it forks.
+                own = of_rows == tuple(self._rows)
+                sample_rows = rows if own else np.concatenate((sample_rows, np.array(of_rows, np.intp)))
         if decode_set is not None and rows is decode_set.rows:
             narrow, epochs = decode_set.narrow_rows, decode_set.epochs
         else:

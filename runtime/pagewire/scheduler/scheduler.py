@@ -395,9 +395,11 @@ class Scheduler:
         if complete and planned.departures == self.batch.num_departures:
             return ascending(num_samples), planned.sample_rows
         assert complete or result.token_ids.size == result.counts.sum(), "tokens and counts disagree"
-        drawn = (self.batch.epoch.take(planned.sample_rows) == plan.sample_epochs) & (result.counts == 1)
-        samples = np.flatnonzero(drawn).astype(np.int32)
-        return samples, planned.sample_rows[samples]
+        drawn = self.batch.epoch.take(planned.sample_rows) == plan.sample_epochs
+        if not complete:
+            drawn &= result.counts == 1
+        samples = drawn.nonzero()[0]
+        return samples.astype(np.int32), planned.sample_rows.take(samples)
 
     def _commit(
         self, plan: StepPlan, planned: PlannedStep, result: StepResult, samples: Int32Array, rows: RowIndex
@@ -409,7 +411,8 @@ class Scheduler:
         else:
             known, slots, num_prompt = batch.num_known.take(rows), batch.slot.take(rows), batch.num_prompt.take(rows)
         if token_ids.size != samples.size:
-            token_ids = token_ids[(np.cumsum(result.counts) - result.counts)[samples]]
+            complete = token_ids.size == result.counts.size  # a token each: no need to add up where they lie
+            token_ids = token_ids.take(samples if complete else (np.cumsum(result.counts) - result.counts)[samples])
         batch.ledger[rows, known] = token_ids
         batch.num_known[rows] = known + 1
         outcome = StepOutcome(plan.step, slots, known - num_prompt, ones(rows.size), token_ids, samples)
