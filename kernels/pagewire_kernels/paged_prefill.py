@@ -78,6 +78,7 @@ class PrefillPlan:
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
         self.tiling = tiling
+        self.max_tokens = max_tokens
         self.max_rows = max_rows
         self.num_kv_heads = num_kv_heads
         self.group = num_heads // num_kv_heads
@@ -92,7 +93,8 @@ def plan_prefill(plan: PrefillPlan, query_starts: torch.Tensor) -> None:
 
     Args:
         plan: is filled.
-        query_starts: int32 [R + 1], where each row's queries start in the flat batch; rows without queries are allowed.
+        query_starts: int32 [R + 1], where each row's queries start in the flat batch, which may begin with other tokens; rows
+            without queries are allowed.
     """
     num_rows = query_starts.shape[0] - 1
     if num_rows > plan.max_rows:

@@ -21,6 +21,7 @@ from pagewire_kernels.rms_norm import rms_norm
 from pagewire_kernels.vector_linear import vector_linear
 
 _LEAST_PREFILL: Final = 256
+_FEW_CHUNKS: Final = 64
 
 
 @dataclass(slots=True)
@@ -38,9 +39,9 @@ class Chunks:
     """Prefill entries of a step, C of them; their tokens lie one after another."""
 
     rows: Tensor  # int32 [C]
-    query_starts: Tensor  # int32 [C + 1], from 0
+    query_starts: Tensor  # int32 [C + 1], indices of q's tokens
     lens: Tensor  # int32 [C], positions in the cache once the chunk is written
-    num_tokens: int
+    num_tokens: int  # at most
 
 
 class Ops(Protocol):
@@ -134,17 +135,19 @@ class TritonOps:
         sizes = [_LEAST_PREFILL]
         while sizes[-1] < max_step_tokens:
             sizes.append(2 * sizes[-1])
-        self._prefill_plans = {
-            size: PrefillPlan(
+        # Room for many chunks is room for many tiles, most of them empty: the plans of few chunks come first.
+        self._prefill_plans = [
+            PrefillPlan(
                 max_tokens=size,
-                max_rows=max_rows,
+                max_rows=num_chunks,
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 device=device,
             )
+            for num_chunks in sorted({min(_FEW_CHUNKS, max_rows), max_rows})
             for size in sizes
-        }
-        self._prefill_plan = self._prefill_plans[_LEAST_PREFILL]
+        ]
+        self._prefill_plan = self._prefill_plans[0]
         self._pools = BlockPools([*memory.keys, *memory.values])
         self._scratch = sampling.SampleScratch(max_rows, config.vocab_size, device)
 
@@ -225,7 +228,10 @@ class TritonOps:
 
     def plan_prefill(self, chunks: Chunks) -> None:
         """See `Ops`."""
-        self._prefill_plan = next(plan for size, plan in self._prefill_plans.items() if size >= chunks.num_tokens)
+        num_chunks = chunks.rows.numel()
+        self._prefill_plan = next(
+            p for p in self._prefill_plans if p.max_tokens >= chunks.num_tokens and p.max_rows >= num_chunks
+        )
         plan_prefill(self._prefill_plan, chunks.query_starts)
 
     def prefill(self, layer: int, out: Tensor, q: Tensor, chunks: Chunks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from pagewire.step.step import Int32Array, StepPlan
 from pagewire.worker.gpu_device import Device
 from pagewire.worker.gpu_graphs import Batch, DecodeGraphs, Inbox
 from pagewire.worker.gpu_memory import GpuKV, num_blocks_on_card
+from pagewire.worker.gpu_mixed import MixedBatch, MixedGraphs, MixedInbox, Shape
 from pagewire.worker.gpu_model import Attend, GpuModel
 from pagewire.worker.gpu_ops import Chunks, Ops, TritonOps
 from pagewire.worker.gpu_results import Arrival, PromptScores, Results
@@ -51,10 +53,10 @@ def triton_ops(decoder: Decoder, memory: GpuKV, rows: GpuRows, max_step_tokens: 
 
 @dataclass(slots=True)
 class _Forward:
-    """What a forward pass leaves for its sampling; logits lie in the buffer."""
+    """What a forward pass leaves for its sampling; logits lie in the buffer. After a graph, row i is sample i's."""
 
     step: int
-    in_graph: bool
+    replay_sample: Callable[[], None] | None  # where a graph ran
     logit_rows: Int32Array  # [S]
     prompts: list[PromptScores] = field(default_factory=list)
 
@@ -67,7 +69,7 @@ class Stepper:
         decoder: its weights on the device.
         device: where.
         make_ops: kernels.
-        with_graphs: decode steps are captured.
+        with_graphs: decode steps, and mixed ones up to a size, are captured.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Stepper:
         model, cache, max_rows = decoder.config, config.cache, config.scheduler.max_rows
         self._last: _Forward | None = None
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         device.synchronise()  # weights may have come by another stream
         with device.computing():
             self._staging = Staging(device)
@@ -96,6 +99,15 @@ class Stepper:
                 self._graphs = DecodeGraphs(
                     device, self._inbox, forward=self._batch_forward, sample=self._batch_sample, max_rows=max_rows
                 )
+                self._mixed_inbox = MixedInbox(max_rows=max_rows, padding_row=self._rows.padding, device=device.device)
+                self._mixed = MixedGraphs(
+                    device,
+                    self._mixed_inbox,
+                    forward=self._mixed_forward,
+                    sample=self._mixed_sample,
+                    max_rows=max_rows,
+                    max_step_tokens=max(config.scheduler.max_step_tokens, max_rows),
+                )
         device.synchronise()
         self.shape: Final = WorkerShape(
             num_blocks=self.memory.num_blocks,
@@ -110,19 +122,20 @@ class Stepper:
 
     def kind(self, plan: StepPlan) -> Hashable:
         """Steps of the same kind take about the same time."""
-        if self._graphs is not None and plan.token_ids.size == 0:
+        if self._fits_decode(plan):
+            assert self._graphs is not None
             return self._graphs.size_for(plan.rows.size)
-        return "chunks", plan.total_tokens.bit_length()
+        return self._shape_for(plan) or ("chunks", plan.total_tokens.bit_length())
 
     def forward(self, plan: StepPlan) -> None:
         """Steps 1 to 5 of `pagewire.step.step`, and the logits of the entries that are sampled."""
         with self.device.computing():
             self._rows.update(plan, self._staging)
             self._special.update(plan)
-            if self._graphs is not None and self._fits_graph(plan):
-                self._inbox.fill(plan, self._graphs.size_for(plan.rows.size), self._staging)
-                self._graphs.forward(plan.rows.size)
-                self._last = _Forward(plan.step, in_graph=True, logit_rows=plan.sample_entries)
+            if self._fits_decode(plan):
+                self._last = self._forward_decode(plan)
+            elif (shape := self._shape_for(plan)) is not None:
+                self._last = self._forward_mixed(plan, shape)
             else:
                 self._last = self._forward_chunks(plan)
 
@@ -133,11 +146,12 @@ class Stepper:
             raise InternalError(f"sampling of step {plan.step} without its forward pass")
         rows, out = plan.sample_rows, self._results.out
         special = np.flatnonzero(self._rows.is_special[rows]) if masks is None else np.arange(rows.size)
-        positions = (plan.starts + plan.num_tokens)[plan.sample_entries] if special.size or not last.in_graph else None
+        replay = last.replay_sample if masks is None else None
+        positions = (plan.starts + plan.num_tokens)[plan.sample_entries] if special.size or replay is None else None
         logprobs = None
         with self.device.computing():
-            if last.in_graph and masks is None and self._graphs is not None:
-                self._graphs.sample(rows.size)
+            if replay is not None:
+                replay()
             elif special.size < rows.size:
                 assert positions is not None
                 rows_, sources, places = self._staging.upload([rows, last.logit_rows, positions])
@@ -149,17 +163,41 @@ class Stepper:
                 )
             return self._results.send(plan, logprobs, last.prompts)
 
-    # ---- decode by graph -------------------------------------------------------------------------------------------
+    # ---- by graph --------------------------------------------------------------------------------------------------
 
-    def _fits_graph(self, plan: StepPlan) -> bool:
+    def _fits_decode(self, plan: StepPlan) -> bool:
         """Decode entries alone, each with its sample."""
         return bool(
-            plan.token_ids.size == 0
+            self._graphs is not None
+            and plan.token_ids.size == 0
             and plan.rows.size
             and plan.copy_src.size == 0
             and self._inbox.takes(plan)
             and (plan.sample_rows is plan.rows or np.array_equal(plan.sample_rows, plan.rows))
         )
+
+    def _shape_for(self, plan: StepPlan) -> Shape | None:
+        """Of the mixed graph that it fits."""
+        if self._mixed is None or not plan.rows.size or plan.prompt_logprobs or not self._mixed_inbox.takes(plan):
+            return None
+        return self._mixed.shape_for(plan)
+
+    def _forward_decode(self, plan: StepPlan) -> _Forward:
+        graphs, num_rows = self._graphs, plan.rows.size
+        assert graphs is not None
+        self._inbox.fill(plan, graphs.size_for(num_rows), self._staging)
+        graphs.forward(num_rows)
+        return _Forward(plan.step, partial(graphs.sample, num_rows), plan.sample_entries)
+
+    def _forward_mixed(self, plan: StepPlan, shape: Shape) -> _Forward:
+        graphs = self._mixed
+        assert graphs is not None
+        if plan.copy_src.size:  # tails of forks: rare
+            self._ops.copy_blocks(*self._staging.upload([plan.copy_src, plan.copy_dst]))
+        self._mixed_inbox.fill(plan, shape, self._staging)
+        graphs.forward(shape)
+        logit_rows = np.arange(plan.sample_rows.size, dtype=np.int32)
+        return _Forward(plan.step, partial(graphs.sample, shape), logit_rows)
 
     def _batch_forward(self, batch: Batch) -> None:
         """What a graph captures."""
@@ -174,6 +212,28 @@ class Stepper:
     def _batch_sample(self, batch: Batch) -> None:
         """Likewise."""
         self._ops.sample(self._results.out, self._logits, batch.rows, batch.starts + 1)
+
+    def _mixed_forward(self, batch: MixedBatch) -> None:
+        """Likewise. Decode attention comes first: it clears the rows that are none of its own."""
+        ops, num_rows = self._ops, batch.is_decode.numel()
+        ops.set_blocks(batch.deltas, batch.num_deltas)
+        tokens = ops.step_inputs(batch.rows, batch.starts, batch.token_ids)
+        lens, rows = tokens.lens[:num_rows] * batch.is_decode, batch.rows[:num_rows]
+        chunks = Chunks(batch.chunk_rows, batch.query_starts, batch.chunk_lens, batch.rows.numel())
+        ops.plan_decode(lens)
+        ops.plan_prefill(chunks)
+
+        def attend(layer: int, out: Tensor, q: Tensor) -> None:
+            ops.decode(layer, out[:num_rows], q[:num_rows], rows, lens)
+            ops.prefill(layer, out, q, chunks)
+
+        added, residual = self._model.hidden(tokens, attend)
+        at = batch.sample_tokens
+        self._model.logits(added.index_select(0, at), residual.index_select(0, at), self._logits[:num_rows])
+
+    def _mixed_sample(self, batch: MixedBatch) -> None:
+        """Likewise."""
+        self._ops.sample(self._results.out, self._logits, batch.sample_rows, batch.sample_positions)
 
     # ---- everything else, launched one by one ----------------------------------------------------------------------
 
@@ -206,7 +266,7 @@ class Stepper:
             self._ops.set_blocks(up[1], up[0])
         if plan.copy_src.size:
             self._ops.copy_blocks(up[2], up[3])
-        forward = _Forward(plan.step, in_graph=False, logit_rows=logit_rows.reshape(-1).astype(np.int32))
+        forward = _Forward(plan.step, None, logit_rows=logit_rows.reshape(-1).astype(np.int32))
         if plan.rows.size:
             chunks = Chunks(up[7], up[8], up[9], plan.token_ids.size)
             added, residual = self._hidden(up[4], up[5], up[6], chunks, num_decode)
