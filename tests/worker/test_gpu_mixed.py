@@ -83,7 +83,7 @@ def test_the_inbox_says_what_the_plan_says(made, plan):
     assert (batch.token_ids[total:] == -1).all()
     assert batch.is_decode.tolist() == [1] * num_decode + [0] * (shape.num_rows - num_decode)
     bounds = np.concatenate([[0], np.cumsum(plan.num_tokens)])
-    for i in range(MAX_CHUNKS):
+    for i in range(inbox.max_chunks):
         first, last = batch.query_starts[i].item(), batch.query_starts[i + 1].item()
         entry = num_decode + i
         if entry < plan.rows.size:
@@ -115,8 +115,9 @@ def test_the_smallest_shape_that_holds_the_step(made):
 
 def test_too_many_chunks_or_deltas_go_another_way(made):
     inbox = made[0]
-    assert not inbox.takes(plan_of([], [(0, 1)] * (MAX_CHUNKS + 1), [], []))
-    assert inbox.takes(plan_of([], [(0, 1)] * MAX_CHUNKS, [], []))
+    assert inbox.max_chunks == min(MAX_CHUNKS, MAX_ROWS)
+    assert not inbox.takes(plan_of([], [(0, 1)] * (inbox.max_chunks + 1), [], []))
+    assert inbox.takes(plan_of([], [(0, 1)] * inbox.max_chunks, [], []))
     assert not inbox.takes(plan_of([], [(0, 1)], [], [(0, 0, 1)] * 9000))
 
 

@@ -30,6 +30,7 @@ from pagewire.worker.gpu_staging import ALIGN, Staging, Words
 TOKEN_BUCKETS: Final = (64, 128, 256, 384, 512, 768, 1024)
 """Steps of more tokens are launched kernel by kernel: the card is then busy for longer than that takes."""
 MAX_CHUNKS: Final = 64
+"""Prompts in one step: more go the other way."""
 _ROW_BUCKETS: Final = (16, 64, 128, 256, 512)
 _MAX_DELTAS: Final = 8192
 
@@ -76,6 +77,7 @@ class MixedInbox:
 
     def __init__(self, *, max_rows: int, padding_row: int, device: torch.device) -> None:
         self._padding = padding_row
+        self.max_chunks: Final = min(MAX_CHUNKS, max_rows)
         self._places: dict[str, tuple[int, int]] = {}
         at = 0
         for name, size in (
@@ -84,9 +86,9 @@ class MixedInbox:
             ("sample_tokens", max_rows),
             ("sample_rows", max_rows),
             ("sample_positions", max_rows),
-            ("chunk_rows", MAX_CHUNKS),
-            ("query_starts", MAX_CHUNKS + 1),
-            ("chunk_lens", MAX_CHUNKS),
+            ("chunk_rows", self.max_chunks),
+            ("query_starts", self.max_chunks + 1),
+            ("chunk_lens", self.max_chunks),
             ("rows", TOKEN_BUCKETS[-1]),
             ("starts", TOKEN_BUCKETS[-1]),
             ("token_ids", TOKEN_BUCKETS[-1]),
@@ -107,7 +109,7 @@ class MixedInbox:
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether chunks and block deltas have room; a graph's shape is another matter."""
-        return plan.rows.size - plan.num_decode <= MAX_CHUNKS and plan.block_rows.size <= _MAX_DELTAS
+        return plan.rows.size - plan.num_decode <= self.max_chunks and plan.block_rows.size <= _MAX_DELTAS
 
     def fill(self, plan: StepPlan, shape: Shape, staging: Staging) -> None:
         """One copy of all that `plan` says."""
@@ -116,7 +118,7 @@ class MixedInbox:
         ends = np.cumsum(plan.num_tokens, dtype=np.int32)
         firsts = ends - plan.num_tokens
         offsets = np.arange(num_tokens, dtype=np.int32) - np.repeat(firsts, plan.num_tokens)
-        query_starts = np.full(MAX_CHUNKS + 1, num_tokens, np.int32)
+        query_starts = np.full(self.max_chunks + 1, num_tokens, np.int32)
         query_starts[:num_chunks] = firsts[num_decode:]
         spare_rows, spare_tokens = shape.num_rows - num_samples, shape.num_tokens - num_tokens
         parts: list[tuple[str, Int32Array]] = [
@@ -125,9 +127,9 @@ class MixedInbox:
             ("sample_tokens", _padded(ends[plan.sample_entries] - 1, spare_rows, 0)),
             ("sample_rows", _padded(plan.sample_rows, spare_rows, self._padding)),
             ("sample_positions", _padded((plan.starts + plan.num_tokens)[plan.sample_entries], spare_rows, 0)),
-            ("chunk_rows", _padded(plan.rows[num_decode:], MAX_CHUNKS - num_chunks, self._padding)),
+            ("chunk_rows", _padded(plan.rows[num_decode:], self.max_chunks - num_chunks, self._padding)),
             ("query_starts", query_starts),
-            ("chunk_lens", _padded((plan.starts + plan.num_tokens)[num_decode:], MAX_CHUNKS - num_chunks, 0)),
+            ("chunk_lens", _padded((plan.starts + plan.num_tokens)[num_decode:], self.max_chunks - num_chunks, 0)),
             ("rows", _padded(np.repeat(plan.rows, plan.num_tokens), spare_tokens, self._padding)),
             ("starts", _padded(np.repeat(plan.starts, plan.num_tokens) + offsets, spare_tokens, 0)),
             ("token_ids", np.full(num_decode, -1, np.int32)),
