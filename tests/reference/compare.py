@@ -30,7 +30,9 @@ def load() -> list[dict[str, Any]]:
     return rows
 
 
-def compare(tokens: list[int], row: dict[str, Any], logits_along: LogitsAlong) -> tuple[int, list[str]]:
+def compare(
+    tokens: list[int], row: dict[str, Any], logits_along: LogitsAlong, tie: float = TIE
+) -> tuple[int, list[str]]:
     """How many ties, and what is wrong (nothing, if all is well)."""
     want = row["tokens"]
     if len(tokens) != len(want):
@@ -38,13 +40,13 @@ def compare(tokens: list[int], row: dict[str, Any], logits_along: LogitsAlong) -
     first = next((i for i, (a, b) in enumerate(zip(tokens, want, strict=True)) if a != b), None)
     if first is None:
         return 0, []
-    if tokens[first] != row["second"][first] or row["gap"][first] >= TIE:
+    if tokens[first] != row["second"][first] or row["gap"][first] >= tie:
         return 0, [f"token {first}: {tokens[first]} instead of {want[first]}, {row['gap'][first]} ahead"]
     ties, wrong = 0, []
     logits = logits_along(row["prompt"], tokens)
     for i in range(first, len(tokens)):
         behind = float(logits[i].max() - logits[i][tokens[i]])
-        if behind >= TIE:
+        if behind >= tie:
             wrong.append(f"token {i}, behind a tie: {behind} below the favourite")
         elif behind > 0:
             ties += 1
