@@ -1,7 +1,8 @@
 """The one configuration: frozen, strict about unknown keys. Command-line flags are generated from it.
 
 Each section is a frozen struct whose fields carry their limits (`msgspec.Meta`) and their help text
-(`Meta(description=…)`). No environment variable changes behaviour.
+(`Meta(description=…)`). Fields whose name ends with `_bytes` also take sizes as text (`"2GiB"`). No environment variable
+changes behaviour.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Annotated, Final, Literal, get_type_hints
 import msgspec
 
 from pagewire.errors import ConfigError
+from pagewire.sizes import parse_size
 
 _UNKNOWN: Final = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
 _Int = Annotated[int, msgspec.Meta(ge=1)]
@@ -25,8 +27,16 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class ModelConfig(_Section, frozen=True, kw_only=True):
     """Which model, and how it is loaded."""
 
-    path: Annotated[str, msgspec.Meta(description="a GGUF file, or a folder in Hugging Face layout")] = ""
-    name: Annotated[str, msgspec.Meta(description="name told to clients; default: the file's or folder's name")] = ""
+    path: Annotated[
+        str, msgspec.Meta(description="a GGUF file, a folder in Hugging Face layout, or a hub id: ORG/NAME[:FILE.gguf]")
+    ] = ""
+    name: Annotated[
+        str,
+        msgspec.Meta(
+            description="name told to clients; default: the file's or folder's name",
+            extra={"flags": ("--served-model-name",)},
+        ),
+    ] = ""
     load_format: Annotated[
         Literal["auto", "gguf", "safetensors", "dummy"],
         msgspec.Meta(description="auto: by what the path holds; dummy: random weights for a config.json"),
@@ -44,6 +54,10 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
 
     block_size: Annotated[Literal[16, 32, 64], msgspec.Meta(description="tokens in a block")] = 16
     kv_bytes: Annotated[int, msgspec.Meta(ge=0, description="bytes for KV blocks; 0: what suits the machine")] = 0
+    gpu_memory_fraction: Annotated[
+        float,
+        msgspec.Meta(gt=0, le=1, description="of a card's memory that may be used in all, where kv_bytes does not say"),
+    ] = 0.9
     prefix_cache: Annotated[bool, msgspec.Meta(description="keep and share the KV of common prefixes")] = True
 
 
@@ -92,6 +106,15 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=50, description="silence after which a peer is lost")] = 10_000
     drain_timeout_ms: Annotated[int, msgspec.Meta(ge=0, description="time for open streams at shutdown")] = 10_000
     start_timeout_ms: Annotated[int, msgspec.Meta(ge=100, description="time for the engine to get ready")] = 300_000
+    restart_max: Annotated[
+        int, msgspec.Meta(ge=0, description="restarts of a part that dies again and again; 0: a death ends the server")
+    ] = 5
+    restart_backoff_ms: Annotated[
+        int, msgspec.Meta(ge=1, description="wait before a restart; doubled by each that follows, up to 30 s")
+    ] = 500
+    stall_restart_ms: Annotated[
+        int, msgspec.Meta(ge=0, description="an engine that stalls for so long is ended and restarted; 0: never")
+    ] = 20_000
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], msgspec.Meta(description="least level that is logged")
     ] = "info"
@@ -114,7 +137,7 @@ def from_mapping(values: dict[str, object]) -> Config:
         ConfigError: an unknown key, a value of the wrong type or out of range; `field` is the dotted key.
     """
     try:
-        return msgspec.convert(values, Config, strict=True)
+        return msgspec.convert(_with_sizes(values), Config, strict=True)
     except msgspec.ValidationError as error:
         text, _, where = str(error).partition(" - at `$")
         field = where.rstrip("`").lstrip(".").replace("[...]", "")
@@ -124,6 +147,23 @@ def from_mapping(values: dict[str, object]) -> Config:
             text = f"unknown key; did you mean {near[0]!r}?" if near else "unknown key"
             field = f"{field}.{unknown[1]}" if field else unknown[1]
         raise ConfigError(text, field=field or None) from None
+
+
+def _with_sizes(values: dict[str, object]) -> dict[str, object]:
+    """The same values, sizes that are text as numbers."""
+    out: dict[str, object] = {}
+    for section, fields in values.items():
+        if not isinstance(fields, dict):
+            out[section] = fields
+            continue
+        out[section] = numbers = dict(fields)
+        for name, value in fields.items():
+            if isinstance(value, str) and name.endswith("_bytes"):
+                try:
+                    numbers[name] = parse_size(value)
+                except ValueError as error:
+                    raise ConfigError(str(error), field=f"{section}.{name}") from None
+    return out
 
 
 def _keys(section: str) -> list[str]:

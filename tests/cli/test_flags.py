@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pagewire.cli.flags import add_config_flags, add_struct_flags, config_from, flag_name, values_of
 from pagewire.config import Config, from_mapping
 from pagewire.errors import ConfigError
+from pagewire.sizes import parse_size, size_text
 from pagewire_transport.params import SamplingParams
 
 SECTIONS = get_type_hints(Config)
@@ -40,6 +41,9 @@ def _values(hint):
         return st.booleans()
     if hint is int:
         return st.integers(low, high)
+    if hint is float:
+        above = next((meta.gt for meta in metas if meta.gt is not None), None)
+        return st.floats(low, high, exclude_min=above is not None)
     assert hint is str
     # argparse takes a value that is exactly `--` for the end of the flags.
     return st.text("abc ä/.:-=_'", min_size=1).filter(lambda text: text != "--")
@@ -144,3 +148,30 @@ def test_sampling_flags_collect_lists_and_pairs():
     params = msgspec.convert(values_of(given, "params"), SamplingParams)
     assert params == SamplingParams(stop=("a", "b"), logit_bias={3: 1.5, 4: -2.0}, ignore_eos=True, n=2)
     assert values_of(parser.parse_args([]), "params") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("2GiB", 2**31), ("2 gib", 2**31), ("2G", 2 * 10**9), ("1.5KiB", 1536), ("512MB", 512 * 10**6)],
+)
+def test_sizes_have_units(tmp_path, text, size):
+    assert config_from(_parse("--kv-bytes", text)).cache.kv_bytes == size
+    file = tmp_path / "c.toml"
+    file.write_text(f'[cache]\nkv_bytes = "{text}"\n')
+    assert config_from(_parse("--config", str(file))).cache.kv_bytes == size
+    assert parse_size(size_text(size)) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2 gigs", "-1GiB", "1e9", "2GiBs", "٣GiB"])
+def test_what_is_no_size_is_named(tmp_path, text):
+    file = tmp_path / "c.toml"
+    file.write_text(f'[cache]\nkv_bytes = "{text}"\n')
+    with pytest.raises(ConfigError, match=r"cache\.kv_bytes: .* is no size: .* 2GiB or 512MB"):
+        config_from(_parse("--config", str(file)))
+    with pytest.raises(argparse.ArgumentError, match="is no size"):
+        _parse(f"--kv-bytes={text}")
+
+
+def test_the_name_has_the_flag_that_people_know():
+    assert config_from(_parse("--served-model-name", "m")).model.name == "m"
+    assert config_from(_parse("--name", "m")).model.name == "m"

@@ -7,6 +7,7 @@ import numpy as np
 from pagewire.local.engine import Engine
 from pagewire.local.text_side import TextSide
 from pagewire.step.step import LogprobRows, PromptLogprobRows, SampleFlag, StepResult
+from pagewire.text.text_model import TextModel
 from pagewire.worker.interface import WorkerShape
 from pagewire_client.text.byte_table import ByteTable
 
@@ -110,13 +111,17 @@ class ByteText:
         self.before_encode = lambda text: None
         self.chats = []
 
-    def encode(self, text):
+    refuse_too_long = TextModel.refuse_too_long
+
+    def encode(self, text, *, max_tokens, field="prompt"):
+        self.refuse_too_long(len(text), max_tokens, field)
         self.before_encode(text)
         return list(text.encode())
 
-    def encode_chat(self, messages, *, template_kwargs):
+    def encode_chat(self, messages, *, template_kwargs, max_tokens):
         self.chats.append((messages, template_kwargs))
-        return self.encode("|".join(f"{m['role']}:{m['content']}" for m in messages))
+        text = "|".join(f"{m['role']}:{m['content']}" for m in messages)
+        return self.encode(text, max_tokens=max_tokens, field="messages")
 
 
 class EchoEngine(Engine):

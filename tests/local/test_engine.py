@@ -445,3 +445,17 @@ def test_options_reach_the_configuration():
     assert engine.config.scheduler.max_rows == 8
     with pytest.raises(ConfigError):
         Engine()
+
+
+async def test_a_text_that_is_far_too_long_is_refused_before_it_is_read(engine):
+    """F50: encoding takes 250 bytes of memory a token."""
+    read = []
+    engine.bytes.before_encode = read.append
+    with pytest.raises(PromptTooLong) as caught:
+        await engine.generate("x" * (MAX_LEN + 1)).result()
+    assert caught.value.field == "prompt"
+    with pytest.raises(PromptTooLong) as caught:
+        await engine.chat([{"role": "user", "content": "x" * MAX_LEN}, {"role": "user", "content": "x"}]).result()
+    assert caught.value.field == "messages"
+    assert (read, engine.bytes.chats) == ([], [])
+    await nothing_left(engine)

@@ -1,6 +1,7 @@
 """Command-line flags generated from frozen structs: the configuration of a server, the parameters of a request.
 
-One field, one flag: `max_rows` is `--max-rows`, a switch is `--overlap` / `--no-overlap`, a tuple repeats its flag.
+One field, one flag: `max_rows` is `--max-rows`, a switch is `--overlap` / `--no-overlap`, a tuple repeats its flag, and
+what counts bytes (`…_bytes`) also takes `2GiB`. A field may name further flags that other programs have taught people.
 Only flags that were given appear in the result, so that they override a file and defaults stand in one place.
 Limits are not repeated here: the structs are the one place that checks values.
 """
@@ -19,6 +20,7 @@ import msgspec
 
 from pagewire.config import Config, from_mapping
 from pagewire.errors import ConfigError
+from pagewire.sizes import parse_size, size_text
 
 _METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "TEXT"}
 
@@ -54,11 +56,15 @@ def add_struct_flags(
             continue
         description, options = _options(hints[field.name])
         description = description or helps.get(field.name, "")
+        is_size = field.name.endswith("_bytes")
+        if is_size:
+            options = {"type": _size, "metavar": "SIZE"}
         default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
         if default not in ("", (), {}, None) and options.get("action") != "append":
-            description = f"{description} (default: {_shown(default)})".strip()
+            description = f"{description} (default: {_shown(default, is_size=is_size)})".strip()
         group.add_argument(
             flag_name(field.name),
+            *_other_flags(hints[field.name]),
             dest=f"{prefix}.{field.name}",
             default=argparse.SUPPRESS,
             help=description.replace("%", "%%"),
@@ -130,6 +136,21 @@ def _options(hint: Any) -> tuple[str, dict[str, Any]]:
     return description, {"type": kind, "metavar": _METAVARS[kind]}
 
 
+def _other_flags(hint: Any) -> tuple[str, ...]:
+    """Further flags of a field: `Meta(extra={"flags": …})`."""
+    for extra in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+        if isinstance(extra, msgspec.Meta) and extra.extra and "flags" in extra.extra:
+            return tuple(extra.extra["flags"])
+    return ()
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _scalar(hint: Any) -> Callable[[str], Any]:
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
@@ -159,7 +180,9 @@ class _PairAction(argparse.Action):
         setattr(namespace, self.dest, {**collected, values[0]: values[1]})
 
 
-def _shown(default: object) -> str:
+def _shown(default: object, *, is_size: bool) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
+    if is_size and isinstance(default, int):
+        return size_text(default)
     return str(default)

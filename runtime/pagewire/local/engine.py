@@ -223,7 +223,7 @@ class Engine:
 
     async def _prepare(self, feed: Feed, request: Generate, now_ns: int) -> None:
         try:
-            ids = await self._text.prompt_ids(request)
+            ids = await self._text.prompt_ids(request, max_tokens=self._running().scheduler.max_len)
         except PagewireError as error:
             feed.state.fail(error)
         except Exception as error:  # noqa: BLE001  (F7: it ends this request, nothing else)

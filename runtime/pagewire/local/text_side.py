@@ -42,14 +42,19 @@ class TextSide:
         if self.model is not None and self.model.chat_renderer is not None:
             self.model.chat_renderer.close()
 
-    async def prompt_ids(self, request: Generate) -> list[int]:
+    async def prompt_ids(self, request: Generate, *, max_tokens: int) -> list[int]:
         """Token ids of a request's text or messages, computed in a thread (F27).
 
+        Args:
+            request: with text or messages.
+            max_tokens: a text that cannot have as few is refused before it is encoded, or even rendered (F50).
+
         Raises:
+            PromptTooLong: see `max_tokens`.
             InvalidRequest: nothing is left of the prompt, or the template refuses it.
             UnsupportedFeature: this model has no tokenizer, or no chat template.
         """
-        ids = await asyncio.to_thread(self._prompt_ids, request)
+        ids = await asyncio.to_thread(self._prompt_ids, request, max_tokens)
         if not ids:
             raise InvalidRequest("holds nothing that the model could read", field=prompt_field(request))
         return ids
@@ -70,17 +75,20 @@ class TextSide:
             return [None] * params.n
         return [TextStream(self.model.byte_table, params.stop) for _ in range(params.n)]
 
-    def _prompt_ids(self, request: Generate) -> list[int]:
+    def _prompt_ids(self, request: Generate, max_tokens: int) -> list[int]:
         if self.model is None:
             raise UnsupportedFeature(
                 "this model has no tokenizer here; give token ids as the prompt", field=prompt_field(request)
             )
         if request.messages is not None:
+            self.model.refuse_too_long(sum(len(turn.content) for turn in request.messages), max_tokens, "messages")
             return self.model.encode_chat(
-                [_as_mapping(message) for message in request.messages], template_kwargs=request.template_kwargs
+                [_as_mapping(message) for message in request.messages],
+                template_kwargs=request.template_kwargs,
+                max_tokens=max_tokens,
             )
         assert request.prompt is not None
-        return self.model.encode(request.prompt)
+        return self.model.encode(request.prompt, max_tokens=max_tokens)
 
 
 def prompt_field(request: Generate) -> str:

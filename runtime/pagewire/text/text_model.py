@@ -69,10 +69,8 @@ class TextModel:
             InvalidRequest: the text has a lone surrogate, so it is no Unicode text; `field` is named.
             PromptTooLong: longer than `max_tokens` tokens can be; `field` is named.
         """
-        if max_tokens is not None and len(text) > max_tokens * self.byte_table.longest:
-            raise PromptTooLong(
-                f"has {len(text)} characters, which cannot be {max_tokens} tokens or fewer", field=field
-            )
+        if max_tokens is not None:
+            self.refuse_too_long(len(text), max_tokens, field)
         try:
             # `encode` holds the interpreter lock throughout (0.4 s for 130,000 tokens); the batch call does not.
             ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -84,6 +82,13 @@ class TextModel:
         if ids[: len(prefix)] != prefix:
             ids = prefix + ids
         return ids + suffix
+
+    def refuse_too_long(self, num_chars: int, max_tokens: int, field: str) -> None:
+        """Raises `PromptTooLong` for a text that has more characters than `max_tokens` of the longest tokens."""
+        if num_chars > max_tokens * self.byte_table.longest:
+            raise PromptTooLong(
+                f"has {num_chars} characters, which cannot be {max_tokens} tokens or fewer", field=field
+            )
 
     def encode_chat(
         self,
