@@ -2,9 +2,10 @@
 
     x ← x / √(mean(x²) + eps) · weight                                 for q and k, where the model has these norms
     x[i], x[i + ρ/2] ← x[i] c − x[i + ρ/2] s, x[i + ρ/2] c + x[i] s    for i < ρ/2, c and s at the token's position
-    cache[slot // block_size, h, slot % block_size] ← k[h], v[h]
+    cache[slot // block_size, h, slot % block_size] ← k[h] / k_scale[h], v[h] / v_scale[h]
 
-ρ ≤ D dimensions are turned, the rest stays. In fp32, rounded once.
+ρ ≤ D dimensions are turned, the rest stays. In fp32, rounded once. Without scales K and V are stored as they are; with them
+the cache is E4M3, and what lies beyond ±448 after the division becomes that (NaN stays NaN).
 
 Bytes a token: (num_heads + 2 · num_kv_heads) · D · itemsize read, as many written; apart, the norms and the rotation would each move q
 and k once more. Follows Su et al. (2021) in the half-split form.
@@ -32,6 +33,8 @@ def rope_write_kv(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Turn q, and write turned K and V to their slots.
 
@@ -49,6 +52,8 @@ def rope_write_kv(
         q_norm: [D] weight of q's norm; given together with `k_norm`.
         k_norm: [D].
         eps: of the norms.
+        k_scale: fp32 [num_kv_heads], for a cache of 8 bits; given together with `v_scale`.
+        v_scale: the same for V.
     """
     tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -65,6 +70,8 @@ def rope_write_kv(
         raise ValueError(f"turned dimensions {2 * half} and the rest {rest} of a head have to be powers of two")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm are given together or not at all")
+    if (k_scale is None) != (v_scale is None) or (k_scale is None) == (k_cache.itemsize == 1):
+        raise ValueError("a cache of 8 bits takes k_scale and v_scale, no other does")
     if tokens == 0:
         return
     block_h = min(16, triton.next_power_of_2(num_heads))
@@ -82,6 +89,8 @@ def rope_write_kv(
         sin,
         q_norm if q_norm is not None else cos,
         k_norm if k_norm is not None else cos,
+        k_scale if k_scale is not None else cos,
+        v_scale if v_scale is not None else cos,
         q_out.stride(0),
         q.stride(0),
         k.stride(0),
@@ -95,6 +104,7 @@ def rope_write_kv(
         BLOCK_SIZE=block_size,
         BLOCK_H=block_h,
         HAS_NORM=q_norm is not None,
+        HAS_SCALES=k_scale is not None,
         num_warps=4,
     )
 
@@ -113,6 +123,8 @@ def _rope_write_kv_kernel(
     sin_ptr,  # [positions, HALF]
     q_norm_ptr,  # [D]
     k_norm_ptr,  # [D]
+    k_scale_ptr,  # [NUM_KV_HEADS]
+    v_scale_ptr,  # [NUM_KV_HEADS]
     q_out_stride,
     q_stride,
     k_stride,
@@ -126,6 +138,7 @@ def _rope_write_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     Q_SECTIONS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     KV_SECTIONS: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
@@ -137,7 +150,7 @@ def _rope_write_kv_kernel(
         position = tl.load(positions_ptr + token).to(tl.int64)
         _turn(
             q_out_ptr + token * q_out_stride, HEAD_DIM, q_ptr + token * q_stride, h, NUM_HEADS, cos_ptr + position * HALF,
-            sin_ptr + position * HALF, q_norm_ptr, eps, HEAD_DIM, HALF, REST, HAS_NORM,
+            sin_ptr + position * HALF, q_norm_ptr, k_scale_ptr, eps, HEAD_DIM, HALF, REST, HAS_NORM, False,
         )  # fmt: skip
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -148,13 +161,16 @@ def _rope_write_kv_kernel(
                 position = tl.load(positions_ptr + token).to(tl.int64)
                 _turn(
                     k_cache_ptr + at, BLOCK_SIZE * HEAD_DIM, k_ptr + token * k_stride, h, NUM_KV_HEADS,
-                    cos_ptr + position * HALF, sin_ptr + position * HALF, k_norm_ptr, eps, HEAD_DIM, HALF, REST, HAS_NORM,
+                    cos_ptr + position * HALF, sin_ptr + position * HALF, k_norm_ptr, k_scale_ptr, eps, HEAD_DIM, HALF, REST,
+                    HAS_NORM, HAS_SCALES,
                 )  # fmt: skip
             else:
                 h += (section - Q_SECTIONS - KV_SECTIONS) * BLOCK_H
                 d = tl.arange(0, HEAD_DIM)
                 mask = (h < NUM_KV_HEADS)[:, None]
                 v = tl.load(v_ptr + token * v_stride + h[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+                if HAS_SCALES:
+                    v = v.to(tl.float32) / tl.load(v_scale_ptr + h, mask=h < NUM_KV_HEADS, other=1.0)[:, None]
                 v_at = v_cache_ptr + at + h[:, None] * (BLOCK_SIZE * HEAD_DIM) + d[None, :]
                 tl.store(v_at, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
 
@@ -169,13 +185,15 @@ def _turn(
     cos_ptr,  # [HALF]
     sin_ptr,  # [HALF]
     weight_ptr,  # [D]
+    scale_ptr,  # [heads]
     eps,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
-    """Normalise and turn the heads h of one token."""
+    """Normalise, turn and scale the heads h of one token."""
     i = tl.arange(0, HALF)
     mask = (h < num_heads)[:, None]
     x_at = x_ptr + h[:, None] * HEAD_DIM + i[None, :]
@@ -193,6 +211,10 @@ def _turn(
         second = second * factor * tl.load(weight_ptr + HALF + i).to(tl.float32)[None, :]
     cos = tl.load(cos_ptr + i)[None, :]
     sin = tl.load(sin_ptr + i)[None, :]
+    if HAS_SCALES:
+        scale = tl.load(scale_ptr + h, mask=h < num_heads, other=1.0)[:, None]
+        first = first / scale
+        second = second / scale
     tl.store(out_at, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(out_at + HALF, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
     if REST > 0:
@@ -200,5 +222,7 @@ def _turn(
         rest = tl.load(x_ptr + h[:, None] * HEAD_DIM + j[None, :], mask=mask, other=0.0).to(tl.float32)
         if HAS_NORM:
             rest = rest * factor * tl.load(weight_ptr + j).to(tl.float32)[None, :]
+        if HAS_SCALES:
+            rest = rest / scale
         rest_at = out_ptr + h[:, None] * out_head_stride + j[None, :]
         tl.store(rest_at, rest.to(out_ptr.dtype.element_ty), mask=mask)

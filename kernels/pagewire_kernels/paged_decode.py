@@ -156,7 +156,8 @@ def paged_decode(
         scale: of the scores, 1/√D by custom.
         soft_cap: 0: none.
         table_rows: int32 [R], row r's row in `block_tables`; None: r.
-        k_scale: fp32 [num_kv_heads], what a stored K is multiplied by; None: 1. Given together with `v_scale`.
+        k_scale: fp32 [num_kv_heads], what a stored K is multiplied by; None: 1. Given together with `v_scale`. K and V
+            of 8 bits are E4M3, and then q has to fit into fp16.
         v_scale: the same for V.
     """
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
@@ -295,6 +296,7 @@ def _paged_decode_kernel(
     MERGE: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
+    NARROW: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
     pid = tl.program_id(0)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_DIM)
@@ -324,6 +326,8 @@ def _paged_decode_kernel(
         # ---- attend to the tiles [first, last) of this unit
         q_at = q_ptr + row.to(tl.int64) * q_stride + (head * GROUP + m)[:, None] * HEAD_DIM + d[None, :]
         q = tl.load(q_at, mask=(m < GROUP)[:, None], other=0.0)
+        if NARROW:
+            q = q.to(tl.float16)
         s_scale = scale
         if HAS_SCALES:
             s_scale = scale * tl.load(k_scale_ptr + head)
@@ -334,28 +338,49 @@ def _paged_decode_kernel(
         blocks = tl.load(table_at + pos // BLOCK_SIZE, mask=pos < seq_len, other=0)
         # Transposed: positions are the M of the first product and head dimensions that of the second, so both run on
         # wgmma from shared memory, where the G heads alone would fill no tile of it (+1 % in bandwidth over mma.sync).
+        # Not for 8 bits: wgmma would have them widened and put back into shared memory (1.7 TB/s), mma.sync takes them from
+        # registers (2.5); widened to fp16, for which there is an instruction, unlike bf16.
         m_i = tl.full([BLOCK_M], -1e30, tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
-        acc_t = tl.zeros([HEAD_DIM, BLOCK_M], tl.float32)
-        q_t = tl.trans(q)
-        for _ in range(first, last):
-            at = blocks.to(OFFSET) * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + within
-            k = tl.load(k_ptr + at[:, None] + d[None, :]).to(q.dtype)
-            # What a block holds past the end may be NaN, and 0 · NaN is NaN.
-            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=(pos < seq_len)[:, None], other=0.0).to(q.dtype)
-            s_t = tl.dot(k, q_t) * s_scale
-            if HAS_SOFT_CAP:
-                s_t = soft_cap * 1.4426950408889634 * _tanh(s_t / soft_cap)
-            s_t = tl.where(((pos < seq_len) & (pos >= lowest))[:, None], s_t, -1e30)
-            pos += BLOCK_N
-            blocks = tl.load(table_at + pos // BLOCK_SIZE, mask=pos < seq_len, other=0)
-            m_new = tl.maximum(m_i, tl.max(s_t, 0))
-            p_t = tl.exp2(s_t - m_new[None, :])
-            alpha = tl.exp2(m_i - m_new)
-            l_i = l_i * alpha + tl.sum(p_t, 0)
-            acc_t = tl.dot(tl.trans(v), p_t.to(q.dtype), acc_t * alpha[None, :])
-            m_i = m_new
-        acc = tl.trans(acc_t)
+        if NARROW:
+            acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+            for _ in range(first, last):
+                at = blocks.to(OFFSET) * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + within
+                k = tl.load(k_ptr + at[:, None] + d[None, :]).to(q.dtype)
+                v = tl.load(v_ptr + at[:, None] + d[None, :], mask=(pos < seq_len)[:, None], other=0.0).to(q.dtype)
+                s = tl.dot(q, tl.trans(k)) * s_scale
+                if HAS_SOFT_CAP:
+                    s = soft_cap * 1.4426950408889634 * _tanh(s / soft_cap)
+                s = tl.where(((pos < seq_len) & (pos >= lowest))[None, :], s, -1e30)
+                pos += BLOCK_N
+                blocks = tl.load(table_at + pos // BLOCK_SIZE, mask=pos < seq_len, other=0)
+                m_new = tl.maximum(m_i, tl.max(s, 1))
+                p = tl.exp2(s - m_new[:, None])
+                alpha = tl.exp2(m_i - m_new)
+                l_i = l_i * alpha + tl.sum(p, 1)
+                acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None])
+                m_i = m_new
+        else:
+            acc_t = tl.zeros([HEAD_DIM, BLOCK_M], tl.float32)
+            q_t = tl.trans(q)
+            for _ in range(first, last):
+                at = blocks.to(OFFSET) * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + within
+                k = tl.load(k_ptr + at[:, None] + d[None, :]).to(q.dtype)
+                # What a block holds past the end may be NaN, and 0 · NaN is NaN.
+                v = tl.load(v_ptr + at[:, None] + d[None, :], mask=(pos < seq_len)[:, None], other=0.0).to(q.dtype)
+                s_t = tl.dot(k, q_t, input_precision="ieee") * s_scale
+                if HAS_SOFT_CAP:
+                    s_t = soft_cap * 1.4426950408889634 * _tanh(s_t / soft_cap)
+                s_t = tl.where(((pos < seq_len) & (pos >= lowest))[:, None], s_t, -1e30)
+                pos += BLOCK_N
+                blocks = tl.load(table_at + pos // BLOCK_SIZE, mask=pos < seq_len, other=0)
+                m_new = tl.maximum(m_i, tl.max(s_t, 0))
+                p_t = tl.exp2(s_t - m_new[None, :])
+                alpha = tl.exp2(m_i - m_new)
+                l_i = l_i * alpha + tl.sum(p_t, 0)
+                acc_t = tl.dot(tl.trans(v), p_t.to(q.dtype), acc_t * alpha[None, :], input_precision="ieee")
+                m_i = m_new
+            acc = tl.trans(acc_t)
         if HAS_SCALES:
             acc = acc * tl.load(v_scale_ptr + head)
 

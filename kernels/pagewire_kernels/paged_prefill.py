@@ -288,6 +288,8 @@ def _paged_prefill_kernel(
     within = (head * GROUP + m % GROUP) * HEAD_DIM
     q_at = q_ptr + (flat * q_stride + within)[:, None] + d[None, :]
     q = tl.load(q_at, mask=(query < q_len)[:, None], other=0.0)
+    if k_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        q = q.to(tl.float16)  # there is an instruction from E4M3 to fp16, none to bf16
     if HAS_SCALES:
         scale *= tl.load(k_scale_ptr + head)
 
@@ -366,7 +368,7 @@ def _attend(
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=(pos < high)[:, None], other=0.0).to(q.dtype)
         else:
             v = tl.load(v_ptr + at[:, None] + d[None, :]).to(q.dtype)
-        s = tl.dot(q, tl.trans(k))
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # float32 is served as such, not as TF32
         if HAS_SOFT_CAP:
             s = soft_cap * 1.4426950408889634 * _tanh(s * scale / soft_cap)
         if MASKED:
@@ -385,7 +387,7 @@ def _attend(
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(q.dtype), v, acc)
+        acc = tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
         m_i = m_new
     return acc, l_i, m_i
 

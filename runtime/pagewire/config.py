@@ -58,6 +58,13 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
         float,
         msgspec.Meta(gt=0, le=1, description="of a card's memory that may be used in all, where kv_bytes does not say"),
     ] = 0.9
+    kv_dtype: Annotated[
+        Literal["auto", "fp8"],
+        msgspec.Meta(description="of KV in memory; auto: that of the weights; fp8: E4M3 with scales, on a GPU"),
+    ] = "auto"
+    kv_scales: Annotated[
+        str, msgspec.Meta(description="a file of `pagewire calibrate` with the scales of fp8 KV; default: fixed ones")
+    ] = ""
     prefix_cache: Annotated[bool, msgspec.Meta(description="keep and share the KV of common prefixes")] = True
 
 

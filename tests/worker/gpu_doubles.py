@@ -58,6 +58,9 @@ class HostDevice:
     def free_bytes(self):
         return self.num_free
 
+    def total_bytes(self):
+        return self.num_free
+
     def close(self):
         self.is_closed = True
 
@@ -107,8 +110,13 @@ class TorchOps:
         q.copy_(reference.rope(q, cos, sin))
         written = tokens.slots >= 0
         slots = tokens.slots[written].long()
-        reference.write_kv(self.memory.keys[layer], reference.rope(k, cos, sin)[written], slots)
-        reference.write_kv(self.memory.values[layer], v[written], slots)
+        memory = self.memory
+        for pool, scales, x in (
+            (memory.keys[layer], memory.k_scales[layer], reference.rope(k, cos, sin)),
+            (memory.values[layer], memory.v_scales[layer], v),
+        ):
+            stored = x if scales is None else (x / scales[:, None]).clamp(-448, 448)
+            reference.write_kv(pool, stored[written].to(pool.dtype), slots)
 
     def plan_decode(self, lens):
         pass
@@ -131,7 +139,14 @@ class TorchOps:
     def _attend(self, layer, out, q, row, start):
         table = self.rows.block_table[row][None]
         offsets = torch.tensor([0, len(q)])
-        pools = self.memory.keys[layer], self.memory.values[layer]
+        memory = self.memory
+        pools = [
+            pool if scales is None else pool.float() * scales[:, None, None]
+            for pool, scales in (
+                (memory.keys[layer], memory.k_scales[layer]),
+                (memory.values[layer], memory.v_scales[layer]),
+            )
+        ]
         out.copy_(reference.paged_attention(q, *pools, table, offsets, torch.tensor([start])))
 
     def sample(self, out, logits, rows, positions, *, logit_rows=None, skip_special=True):

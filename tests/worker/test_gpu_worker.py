@@ -17,6 +17,7 @@ from tests.worker.gpu_doubles import HostDevice, TorchOps
 from pagewire import Engine
 from pagewire.config import CacheConfig, from_mapping
 from pagewire.errors import ConfigError
+from pagewire.models import kv_scales
 from pagewire.models.load import load_model
 from pagewire.step.step import StepPlan
 from pagewire.worker.gpu import GpuWorker
@@ -131,6 +132,55 @@ class TestSameTokensAsTheCpuWorker:
         same(results, expected)
 
 
+class TestFp8Kv:
+    """KV in 8 bits: stored by scale, read back by scale, found only by those of the same scales."""
+
+    def made(self, folder, **cache):
+        values = msgspec.to_builtins(config(folder))
+        values["cache"] |= {"kv_dtype": "fp8", **cache}
+        return from_mapping(values)
+
+    async def test_tokens_are_near_those_in_float32(self, folder, expected):
+        made = self.made(folder)
+        worker = worker_of(made)
+        assert worker.shape.kv_bytes == 400 * PER_BLOCK, "the same bytes"
+        assert worker.shape.num_blocks == 1600, "hold four times as many blocks"
+        results, stats = await run(made, worker)
+        assert stats["cached_tokens_total"] > 0 if "cached_tokens_total" in stats else True
+        same = agree = 0
+        for ours, theirs in zip(results, expected, strict=True):
+            for a, b in zip(ours.choices, theirs.choices, strict=True):
+                same += a.token_ids[:1] == b.token_ids[:1]
+                agree += 1
+        assert agree > 60
+        assert same > 0.8 * agree, "first tokens of a model with random weights"
+
+    async def test_scales_are_part_of_the_namespace(self, folder, tmp_path):
+        model = load_model(config(folder).model).config
+        kv_scales.from_largest(np.full((2, 2), 20.0), np.full((2, 2), 3.0)).save(tmp_path / "scales.json")
+        formats = set()
+        for made in (config(folder), self.made(folder), self.made(folder, kv_scales=str(tmp_path / "scales.json"))):
+            worker = worker_of(made)
+            formats.add(worker.shape.kv_format)
+            async with Engine(config=made, worker=worker) as engine:
+                await engine.generate([5] * 40, max_tokens=2, echo_text=False).result()
+        assert len(formats) == 3
+        assert "" in formats
+        assert kv_scales.default(model).digest in formats
+
+    def test_a_cpu_refuses_by_name(self, folder):
+        made = self.made(folder)
+        with pytest.raises(ConfigError, match="takes a GPU") as caught:
+            asyncio.run(run(made))
+        assert caught.value.field == "cache.kv_dtype"
+
+    def test_the_scales_of_another_model_are_refused(self, folder, tmp_path):
+        kv_scales.from_largest(np.ones((3, 2)), np.ones((3, 2))).save(tmp_path / "scales.json")
+        with pytest.raises(ConfigError, match="another model") as caught:
+            worker_of(self.made(folder, kv_scales=str(tmp_path / "scales.json")))
+        assert caught.value.field == "cache.kv_scales"
+
+
 async def test_broken_logits_end_their_request_alone(folder):
     made = config(folder)
     decoder = load_model(made.model)
@@ -197,22 +247,27 @@ class TestMemory:
         assert worker.shape.num_blocks == 100
         assert worker.shape.kv_bytes == 100 * PER_BLOCK
 
-    @pytest.mark.parametrize(("kv_bytes", "free", "says"), [
-        (200 * PER_BLOCK, 100 * PER_BLOCK, f"{90 * PER_BLOCK} would"), (PER_BLOCK, 2**30, "at least 2"),
-        (0, PER_BLOCK, "at least 2"), (0, 0, "0 bytes fit"),
+    @pytest.mark.parametrize(("kv_bytes", "free", "says", "field"), [
+        (200 * PER_BLOCK, 100 * PER_BLOCK, f"{80 * PER_BLOCK} would", "cache.kv_bytes"),
+        (PER_BLOCK, 900 * PER_BLOCK, "at least 2", "cache.kv_bytes"),
+        (0, 101 * PER_BLOCK, f"{81 * PER_BLOCK} bytes fit on the card, {PER_BLOCK} within", "cache.gpu_memory_fraction"),
+        (0, 0, " 0 bytes fit", "cache.gpu_memory_fraction"),
     ])  # fmt: skip
-    def test_what_does_not_fit_is_refused_with_what_would(self, folder, kv_bytes, free, says):
+    def test_what_does_not_fit_is_refused_with_what_would(self, folder, kv_bytes, free, says, field):
         model = load_model(config(folder).model).config
         cache = CacheConfig(kv_bytes=kv_bytes)
+        sizes = {"free_bytes": free, "total_bytes": 1000 * PER_BLOCK, "itemsize": 4}
         with pytest.raises(ConfigError, match=says) as caught:
-            num_blocks_on_card(model, cache, free_bytes=free, itemsize=4, max_tokens=10**9)
-        assert caught.value.field == "cache.kv_bytes"
+            num_blocks_on_card(model, cache, **sizes, max_tokens=10**9)
+        assert caught.value.field == field
 
-    def test_by_default_nine_tenths_and_no_more_than_can_be_used(self, folder):
+    def test_the_fraction_counts_what_is_used_already(self, folder):
         model = load_model(config(folder).model).config
-        sizes = {"free_bytes": 1000 * PER_BLOCK, "itemsize": 4}
-        assert num_blocks_on_card(model, CacheConfig(), **sizes, max_tokens=10**9) == 900
-        assert num_blocks_on_card(model, CacheConfig(), **sizes, max_tokens=33) == 4
+        sizes = {"free_bytes": 700 * PER_BLOCK, "total_bytes": 1000 * PER_BLOCK, "itemsize": 4}
+        assert num_blocks_on_card(model, CacheConfig(), **sizes, max_tokens=10**9) == 600
+        assert num_blocks_on_card(model, CacheConfig(gpu_memory_fraction=0.5), **sizes, max_tokens=10**9) == 200
+        assert num_blocks_on_card(model, CacheConfig(gpu_memory_fraction=1), **sizes, max_tokens=10**9) == 680
+        assert num_blocks_on_card(model, CacheConfig(), **sizes, max_tokens=33) == 4, "no more than can be used"
 
     def test_pools_are_contiguous_and_zero(self, folder):
         model = load_model(config(folder).model).config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence as Collection
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -26,12 +27,14 @@ class Admission:
         vocab_size: token ids are below it.
         max_len: the longest sequence, prompt and output together, that can be served (`Scheduler.max_len`).
         seed: makes the drawn seeds repeatable; 0: from the system.
+        kv_format: of the KV that is computed, part of every request's namespace.
     """
 
-    def __init__(self, *, vocab_size: int, max_len: int, clock: Clock, seed: int = 0) -> None:
+    def __init__(self, *, vocab_size: int, max_len: int, clock: Clock, seed: int = 0, kv_format: str = "") -> None:
         self._vocab_size = vocab_size
         self.max_len = max_len
         self._clock = clock
+        self._kv_format = kv_format
         self._random: random.Random = random.Random(seed) if seed else random.SystemRandom()  # noqa: S311
         self._numbers = itertools.count(1)
         self._prefix = f"{self._random.getrandbits(32):08x}"
@@ -69,7 +72,7 @@ class Admission:
             params=msgspec.structs.replace(params, seed=seed),
             arrival_ns=self._clock.now_ns() if arrival_ns is None else arrival_ns,
             priority=priority,
-            namespace=namespace if namespace is not None else Namespace(),
+            namespace=replace(namespace or Namespace(), kv_format=self._kv_format),
         )
 
     def _checked_prompt(self, prompt_ids: TokenArray | Collection[int]) -> TokenArray:

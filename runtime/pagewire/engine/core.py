@@ -97,7 +97,11 @@ class EngineCore:
             prefix_cache=config.cache.prefix_cache,
         )
         self.admission = Admission(
-            vocab_size=shape.vocab_size, max_len=self.scheduler.max_len, clock=clock, seed=config.scheduler.seed
+            vocab_size=shape.vocab_size,
+            max_len=self.scheduler.max_len,
+            clock=clock,
+            seed=config.scheduler.seed,
+            kv_format=shape.kv_format,
         )
         self.pipeline = Pipeline(self.scheduler, overlap=config.scheduler.overlap)
         self.decisions = DecisionLog(config.engine.decision_log)

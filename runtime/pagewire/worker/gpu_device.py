@@ -67,6 +67,10 @@ class Device(Protocol):
         """Memory that nobody has taken, what the allocator keeps for reuse not counted."""
         ...
 
+    def total_bytes(self) -> int:
+        """Memory of the device."""
+        ...
+
     def close(self) -> None:
         """Give back what the allocator keeps."""
         ...
@@ -123,6 +127,10 @@ class CudaDevice:
     def free_bytes(self) -> int:
         """See `Device`."""
         return torch.cuda.mem_get_info(self.device)[0]
+
+    def total_bytes(self) -> int:
+        """See `Device`."""
+        return torch.cuda.mem_get_info(self.device)[1]
 
     def close(self) -> None:
         """See `Device`."""

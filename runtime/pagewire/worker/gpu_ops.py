@@ -22,6 +22,8 @@ from pagewire_kernels.vector_linear import vector_linear
 
 _LEAST_PREFILL: Final = 256
 _FEW_CHUNKS: Final = 64
+_WORD_OF: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""What a value is copied as: what it means does not matter."""
 
 
 @dataclass(slots=True)
@@ -148,7 +150,7 @@ class TritonOps:
             for size in sizes
         ]
         self._prefill_plan = self._prefill_plans[0]
-        self._pools = BlockPools([*memory.keys, *memory.values])
+        self._pools = BlockPools([pool.view(_WORD_OF[pool.itemsize]) for pool in (*memory.keys, *memory.values)])
         self._scratch = sampling.SampleScratch(max_rows, config.vocab_size, device)
 
     def set_blocks(self, deltas: Tensor, num_deltas: Tensor) -> None:
@@ -213,7 +215,18 @@ class TritonOps:
         """See `Ops`."""
         memory = self._memory
         rope_write_kv(
-            q, q, k, v, memory.keys[layer], memory.values[layer], tokens.positions, tokens.slots, self._cos, self._sin
+            q,
+            q,
+            k,
+            v,
+            memory.keys[layer],
+            memory.values[layer],
+            tokens.positions,
+            tokens.slots,
+            self._cos,
+            self._sin,
+            k_scale=memory.k_scales[layer],
+            v_scale=memory.v_scales[layer],
         )
 
     def plan_decode(self, lens: Tensor) -> None:
@@ -222,9 +235,20 @@ class TritonOps:
 
     def decode(self, layer: int, out: Tensor, q: Tensor, rows: Tensor, lens: Tensor) -> None:
         """See `Ops`."""
-        keys, values = self._memory.keys[layer], self._memory.values[layer]
-        table = self._rows.block_table
-        paged_decode(out, q, keys, values, table, lens, self._decode_plan, scale=self._scale, table_rows=rows)
+        memory = self._memory
+        paged_decode(
+            out,
+            q,
+            memory.keys[layer],
+            memory.values[layer],
+            self._rows.block_table,
+            lens,
+            self._decode_plan,
+            scale=self._scale,
+            table_rows=rows,
+            k_scale=memory.k_scales[layer],
+            v_scale=memory.v_scales[layer],
+        )
 
     def plan_prefill(self, chunks: Chunks) -> None:
         """See `Ops`."""
@@ -236,17 +260,20 @@ class TritonOps:
 
     def prefill(self, layer: int, out: Tensor, q: Tensor, chunks: Chunks) -> None:
         """See `Ops`."""
+        memory = self._memory
         paged_prefill(
             out,
             q,
-            self._memory.keys[layer],
-            self._memory.values[layer],
+            memory.keys[layer],
+            memory.values[layer],
             self._rows.block_table,
             chunks.query_starts,
             chunks.lens,
             self._prefill_plan,
             scale=self._scale,
             table_rows=chunks.rows,
+            k_scale=memory.k_scales[layer],
+            v_scale=memory.v_scales[layer],
         )
 
     def sample(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagewire.config import Config
 from pagewire.errors import ConfigError, InternalError
+from pagewire.models import kv_scales
 from pagewire.models.decoder import Decoder
 from pagewire.step.step import Int32Array, StepPlan
 from pagewire.worker.gpu_device import Device
@@ -118,6 +119,7 @@ class Stepper:
             eos_ids=decoder.eos_ids,
             kv_bytes=self.memory.num_bytes,
             model_name=decoder.name,
+            kv_format=kv_scales.for_model(cache.kv_scales, model).digest if cache.kv_dtype == "fp8" else "",
         )
 
     def kind(self, plan: StepPlan) -> Hashable:
@@ -319,11 +321,20 @@ class Stepper:
     def _make_memory(self, config: Config, decoder: Decoder, make_ops: MakeOps) -> GpuKV:
         """KV memory of what is left once the largest step was tried, and the kernels over it."""
         model, cache, device, max_rows = decoder.config, config.cache, self.device, config.scheduler.max_rows
-        dtype = decoder.weights.embedding.dtype
+        is_fp8 = cache.kv_dtype == "fp8"
+        dtype = torch.float8_e4m3fn if is_fp8 else decoder.weights.embedding.dtype
+        scales = kv_scales.for_model(cache.kv_scales, model) if is_fp8 else None
         max_step_tokens = max(config.scheduler.max_step_tokens, max_rows)
 
         def use(num_blocks: int) -> GpuKV:
-            memory = GpuKV(model, num_blocks=num_blocks, block_size=cache.block_size, dtype=dtype, device=device.device)
+            memory = GpuKV(
+                model,
+                num_blocks=num_blocks,
+                block_size=cache.block_size,
+                dtype=dtype,
+                device=device.device,
+                scales=scales,
+            )
             self._ops = make_ops(decoder, memory, self._rows, max_step_tokens)
             self._model = GpuModel(decoder, self._ops)
             return memory
@@ -335,6 +346,7 @@ class Stepper:
             model,
             cache,
             free_bytes=device.free_bytes(),
+            total_bytes=device.total_bytes(),
             itemsize=dtype.itemsize,
             max_tokens=max_rows * decoder.max_model_len,
         )

@@ -26,6 +26,8 @@ class WorkerShape:
     kv_bytes: int
     """Bytes that the KV blocks really occupy."""
     model_name: str = ""
+    kv_format: str = ""
+    """Tells KV from KV of other types and scales; "" for that of the weights' type."""
 
 
 @dataclass(slots=True)

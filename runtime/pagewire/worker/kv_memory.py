@@ -103,8 +103,10 @@ def num_blocks_for(
     """Blocks, the null block included, that `cache.kv_bytes` pays for; with 0 what suits the machine.
 
     Raises:
-        ConfigError: not even one block beside the null block.
+        ConfigError: not even one block beside the null block, or a format that a CPU does not compute with.
     """
+    if cache.kv_dtype != "auto":
+        raise ConfigError(f"KV in {cache.kv_dtype} takes a GPU; a CPU keeps it in float32", field="cache.kv_dtype")
     block_bytes = config.kv_bytes(cache.block_size, itemsize)
     if cache.kv_bytes:
         num_blocks = cache.kv_bytes // block_bytes
