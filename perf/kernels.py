@@ -42,6 +42,15 @@ DECODE = {
     "slice70b decode bf16, 64x1100": ("slice70b", 64, 1100, 64),
     "slice70b decode bf16, 1x1100": ("slice70b", 1, 1100, 80),
 }
+# The same in E4M3 with scales.
+DECODE_FP8 = {
+    "8b decode fp8, 512x1024": ("8b", 512, 1024, 4),
+    "8b decode fp8, 64x8192": ("8b", 64, 8192, 4),
+    "8b decode fp8, 1x640": ("8b", 1, 640, 64),
+    "slice70b decode fp8, 512x1024": ("slice70b", 512, 1024, 16),
+    "slice70b decode fp8, 64x8192": ("slice70b", 64, 8192, 8),
+    "slice70b decode fp8, 1x1100": ("slice70b", 1, 1100, 80),
+}
 # name: model, (queries, cached before) of each row, tiling
 PREFILL = {
     "8b prefill bf16, 8192 causal": ("8b", [(8192, 0)], LONG),
@@ -78,8 +87,11 @@ def main() -> None:
     ceilings(recorder)
     for case, shape in DECODE.items():
         decode(recorder, case, *shape)
+    for case, shape in DECODE_FP8.items():
+        decode(recorder, case, *shape, dtype=torch.float8_e4m3fn)
     for case, shape in PREFILL.items():
         prefill(recorder, case, *shape)
+    prefill(recorder, "8b chunk of 512 after 7,680 cached, fp8", "8b", [(512, 7680)], LONG, dtype=torch.float8_e4m3fn)
     for model in MODELS:
         for tokens in (1, 512):
             rows(recorder, model, tokens)
@@ -128,7 +140,7 @@ def ceilings(recorder):
     recorder.add("card", "matmul", 2 * 8192**3 / time_graph(lambda: a @ a, 1) / 1e6, "TFLOP/s")
 
 
-def paged(lens, num_kv_heads, layers):
+def paged(lens, num_kv_heads, layers, dtype=DTYPE):
     """K and V of each layer and the common block tables: random blocks in random order."""
     counts = [-(-n // BLOCK) for n in lens]
     order = (torch.randperm(sum(counts), device=DEVICE) + 1).int()
@@ -138,8 +150,15 @@ def paged(lens, num_kv_heads, layers):
         tables[row, :count] = order[taken : taken + count]
         taken += count
     shape = (1 + sum(counts), num_kv_heads, BLOCK, D)
-    kv = [[torch.randn(shape, device=DEVICE, dtype=DTYPE) for _ in range(2)] for _ in range(layers)]
+    kv = [[torch.randn(shape, device=DEVICE, dtype=DTYPE).to(dtype) for _ in range(2)] for _ in range(layers)]
     return kv, tables
+
+
+def scales_of(num_kv_heads, dtype):
+    """What `paged_decode` and `paged_prefill` take for a cache of `dtype`."""
+    if dtype.itemsize > 1:
+        return {}
+    return {name: torch.ones(num_kv_heads, device=DEVICE) for name in ("k_scale", "v_scale")}
 
 
 def expect(q, k, v, blocks, length):
@@ -163,9 +182,10 @@ def check(case, out, expected):
         raise SystemExit(f"{case}: relative error {error}")
 
 
-def decode(recorder, case, model, batch, context, layers):
+def decode(recorder, case, model, batch, context, layers, dtype=DTYPE):
     heads, kv_heads, _, _ = MODELS[model]
-    kv, tables = paged([context] * batch, kv_heads, layers)
+    kv, tables = paged([context] * batch, kv_heads, layers, dtype)
+    scales = scales_of(kv_heads, dtype)
     q = torch.randn(batch, heads, D, device=DEVICE, dtype=DTYPE)
     lens = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
     plan = DecodePlan(max_rows=batch, num_heads=heads, num_kv_heads=kv_heads, head_dim=D, device=DEVICE)
@@ -174,7 +194,7 @@ def decode(recorder, case, model, batch, context, layers):
     def launch():
         plan_decode(plan, lens)
         for k, v in kv:
-            paged_decode(out, q, k, v, tables, lens, plan, scale=SCALE)
+            paged_decode(out, q, k, v, tables, lens, plan, scale=SCALE, **scales)
 
     time = time_graph(launch, layers)
     for row in {0, batch // 2, batch - 1}:
@@ -182,13 +202,14 @@ def decode(recorder, case, model, batch, context, layers):
     if not bool(torch.isfinite(out).all()):
         raise SystemExit(f"{case}: not finite")
     recorder.add(case, "time", time, "µs")
-    recorder.add(case, "rate", batch * context * kv_heads * D * 4 / time / 1e6, "TB/s")
+    recorder.add(case, "rate", batch * context * kv_heads * D * 2 * dtype.itemsize / time / 1e6, "TB/s")
 
 
-def prefill(recorder, case, model, chunks, tiling):
+def prefill(recorder, case, model, chunks, tiling, dtype=DTYPE):
     heads, kv_heads, _, _ = MODELS[model]
     lens = [queries + cached for queries, cached in chunks]
-    kv, tables = paged(lens, kv_heads, 8)
+    kv, tables = paged(lens, kv_heads, 8, dtype)
+    scales = scales_of(kv_heads, dtype)
     starts = [0]
     for queries, _ in chunks:
         starts.append(starts[-1] + queries)
@@ -208,7 +229,7 @@ def prefill(recorder, case, model, chunks, tiling):
     def launch():
         plan_prefill(plan, query_starts)
         for k, v in kv:
-            paged_prefill(out, q, k, v, tables, query_starts, seq_lens, plan, scale=SCALE)
+            paged_prefill(out, q, k, v, tables, query_starts, seq_lens, plan, scale=SCALE, **scales)
 
     time = time_graph(launch, len(kv))
     for row in {0, len(chunks) - 1}:
