@@ -11,10 +11,7 @@ much faster it is than vLLM 0.26 on the same card.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,12 +20,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+from processes import engine_process
 from report import Report
 from workload import LLAMA_8B, decode_only
 
-from pagewire.child import decode_report
 from pagewire.config import Config, from_mapping
 from pagewire_client import connect
 
@@ -167,30 +163,6 @@ def _show_kernels(count: int, step: Callable[[], float]) -> None:
 
 
 # ---- the whole way -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def engine_process(config: Config) -> Any:
-    """An engine process, ready; its report."""
-    config_out, config_in = os.pipe()
-    report_out, report_in = os.pipe()
-    os.write(config_in, msgspec.json.encode(config))
-    os.close(config_in)
-    flags = ["--config-fd", str(config_out), "--report-fd", str(report_in)]
-    command = [sys.executable, "-m", "pagewire.engine.main", *flags]
-    process = subprocess.Popen(command, pass_fds=(config_out, report_in))
-    os.close(config_out)
-    os.close(report_in)
-    try:
-        with os.fdopen(report_out, "rb") as lines:
-            reports = (decode_report(line) for line in lines)
-            ready = next((report for report in reports if report.event != "loading"), None)
-            if ready is None or ready.event != "ready":
-                raise RuntimeError(f"the engine did not start: {ready}")
-            yield ready
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 async def measure_engine(report: Report, endpoint: str, streams: list[int]) -> None:

@@ -7,9 +7,12 @@ import itertools
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-Generate = Callable[[list[int], int], AsyncIterator[int]]
+import msgspec
+
+Generate = Callable[[Sequence[int], int], AsyncIterator[int]]
 """(prompt ids, max tokens) → how many tokens each chunk brought."""
 
 LLAMA_8B = {
@@ -29,6 +32,21 @@ LLAMA_8B = {
     "bos_token_id": 128000,
     "eos_token_id": 128009,
 }
+
+TINY_LLAMA = {
+    **LLAMA_8B,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""Shows that a benchmark runs, on any machine; its figures mean nothing."""
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -69,4 +87,143 @@ async def decode_only(
         "throughput": tokens / max(high - low, 1e-9),
         "gaps": len(gaps),
         "wall": wall,
+    }
+
+
+# ---- chat ----------------------------------------------------------------------------------------------------------------
+
+RAMP_S = 6.0
+_DRAIN_S = 2.0
+"""Poisson arrivals go on for so long after the window, so that its last requests run under load as well."""
+_SLO_TTFT_S, _SLO_ITL_S = 0.250, 0.012
+
+
+class Request(msgspec.Struct, array_like=True):
+    """What is asked for."""
+
+    prompt_ids: array[int]
+    max_tokens: int
+    after: float = 0.0
+    """Seconds after the beginning, where arrivals have their own times."""
+
+
+class Served(msgspec.Struct, array_like=True):
+    """What became of a request; times of `time.perf_counter`, which all processes of a Linux machine share."""
+
+    start: float
+    """When it was sent; where arrivals have their own times, when it should have been."""
+    want: int
+    times: list[float] = []
+    counts: list[int] = []
+    """Tokens that came at each of `times`."""
+    error: str = ""
+
+
+def chat_lengths(num: int, seed: int = 0) -> list[tuple[int, int]]:
+    """(prompt, output) tokens of chat turns: log-normal, about 290 and 230 on average."""
+    rng = random.Random(seed)
+    lengths = []
+    for _ in range(num):
+        prompt = rng.lognormvariate(math.log(220), 0.75)
+        output = rng.lognormvariate(math.log(200), 0.55)
+        lengths.append((int(min(2048, max(16, prompt))), int(min(1024, max(16, output)))))
+    return lengths
+
+
+def _prompt(rng: random.Random, length: int, vocab_size: int) -> array[int]:
+    return array("I", [rng.randrange(10, vocab_size - 10) for _ in range(length)])
+
+
+def chat_requests(lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int = 1) -> Iterator[Request]:
+    """Without end, in the order in which a closed loop sends them."""
+    rng = random.Random(seed)
+    for prompt, output in itertools.cycle(lengths):
+        yield Request(_prompt(rng, prompt, vocab_size), output)
+
+
+def poisson_requests(
+    lengths: Sequence[tuple[int, int]], rate: float, seconds: float, vocab_size: int, seed: int = 2
+) -> Iterator[Request]:
+    """`rate` arrivals a second for `seconds`, and the one that follows."""
+    rng = random.Random(seed)
+    after = 0.0
+    for prompt, output in itertools.cycle(lengths):
+        if after >= seconds:
+            return
+        after += rng.expovariate(rate)
+        yield Request(_prompt(rng, prompt, vocab_size), output, after)
+
+
+async def serve_one(generate: Generate, request: Request, start: float | None = None) -> Served:
+    """Send it and read it to its end. A refusal is a result: one request must not end a benchmark."""
+    served = Served(time.perf_counter() if start is None else start, request.max_tokens)
+    try:
+        async for count in generate(request.prompt_ids, request.max_tokens):
+            served.times.append(time.perf_counter())
+            served.counts.append(count)
+    except Exception as error:  # noqa: BLE001  (whatever it was, the others go on)
+        served.error = repr(error)
+    return served
+
+
+async def closed(generate: Generate, requests: Iterator[Request], streams: int, until: float) -> list[Served]:
+    """`streams` requests open at any time; none is sent after `until`, the last are read to their ends."""
+    rows: list[Served] = []
+
+    async def worker() -> None:
+        while time.perf_counter() < until:
+            rows.append(await serve_one(generate, next(requests)))
+            if rows[-1].error:
+                await asyncio.sleep(0.1)
+
+    await asyncio.gather(*(worker() for _ in range(streams)))
+    return rows
+
+
+async def opened(generate: Generate, requests: Iterator[Request], begun: float) -> list[Served]:
+    """Each request at its time, whatever became of those before."""
+    tasks = []
+    for request in requests:
+        due = begun + request.after
+        if (wait := due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        tasks.append(asyncio.create_task(serve_one(generate, request, due)))
+    return list(await asyncio.gather(*tasks))
+
+
+def poisson_seconds(ramp: float, seconds: float) -> float:
+    """How long arrivals go on."""
+    return ramp + seconds + _DRAIN_S
+
+
+def summary(rows: Sequence[Served], low: float, high: float) -> dict[str, float]:
+    """Latencies of the requests that started in the window [low, high), tokens that arrived in it.
+
+    Returns:
+        requests, short (not all tokens came; of the whole run), throughput: tok/s; ttft_*, itl_*, tpot_*: ms;
+        within_slo: share with a first token within 250 ms and a p99 of gaps below 12 ms.
+    """
+    mine = [row for row in rows if low <= row.start < high]
+    answered = [row for row in mine if row.times]
+    ttft = [1e3 * (row.times[0] - row.start) if row.times else math.inf for row in mine]
+    gaps = [[1e3 * (b - a) for a, b in itertools.pairwise(row.times)] for row in mine]
+    itl = [gap for own in gaps for gap in own]
+    tpot = [1e3 * (row.times[-1] - row.times[0]) / max(1, sum(row.counts) - 1) for row in answered]
+    tokens = sum(k for row in rows for at, k in zip(row.times, row.counts, strict=True) if low <= at < high)
+    good = sum(
+        first < 1e3 * _SLO_TTFT_S and percentile(own, 99) < 1e3 * _SLO_ITL_S
+        for first, own in zip(ttft, gaps, strict=True)
+    )
+    return {
+        "throughput": tokens / (high - low),
+        "ttft_p50": percentile(ttft, 50),
+        "ttft_p95": percentile(ttft, 95),
+        "itl_p50": percentile(itl, 50),
+        "itl_p95": percentile(itl, 95),
+        "itl_p99": percentile(itl, 99),
+        "itl_max": max(itl, default=math.nan),
+        "tpot_p95": percentile(tpot, 95),
+        "requests": len(mine),
+        "short": sum(sum(row.counts) != row.want for row in rows),
+        "within_slo": good / max(1, len(mine)),
     }

@@ -1,0 +1,123 @@
+"""Chat load: what clients of an engine see, closed loop and Poisson arrivals.
+
+    python perf/serve.py [--json] [--closed 64 512] [--poisson 10 20] [--seconds 15] [--ramp 6] [--step-tokens 8192]
+
+One engine process with random weights serves all cases, client processes load it over ZeroMQ. The window opens after the
+ramp: latencies are those of requests that start in it, tokens those that arrive in it. Prompts and arrivals are drawn as by one
+client, whatever the number of clients; each case has its own namespace of the prefix cache. `cpu_*` is what a process takes
+of a core: a client near 100 % measures itself. `--device cpu --tiny` shows that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+from processes import Answer, Clients, EngineProcess, Job, cpu_seconds, engine_process
+from report import Report
+from workload import LLAMA_8B, RAMP_S, TINY_LLAMA, summary
+
+from pagewire.config import Config, from_mapping
+
+_UNITS = {"throughput": "tok/s", "requests": "", "short": "", "within_slo": ""}
+_VLLM = {"8b bf16, closed 64": 7_642, "8b bf16, closed 512": 11_341}
+"""vLLM 0.26 on one H200: tokens a second."""
+
+
+def config_of(folder: Path, given: argparse.Namespace) -> Config:
+    """The model of random weights in `folder`."""
+    on_card = given.device == "cuda"
+    return from_mapping({
+        "model": {"path": str(folder), "load_format": "dummy", "device": given.device,
+                  "max_model_len": 8192 if on_card and not given.tiny else 4096},
+        "cache": {"kv_bytes": 2**26 if given.tiny else 0},
+        "scheduler": {"max_rows": given.max_rows, "max_step_tokens": given.step_tokens},
+        "engine": {"threads": 0 if on_card else 1},
+        "server": {"bind": f"ipc://{folder}/engine.sock", "log_level": "warning"},
+    })  # fmt: skip
+
+
+def measure(report: Report, case: str, engine: EngineProcess, job: Job, num_clients: int) -> None:
+    """One case."""
+    clients = Clients(job, num_clients)
+    try:
+        low = clients.start() + job.ramp
+        time.sleep(max(0.0, low - time.perf_counter()))
+        cpu = cpu_seconds(engine.pid)
+        time.sleep(job.seconds)
+        shares = [(b - a) / job.seconds for a, b in zip(cpu, cpu_seconds(engine.pid), strict=True)]
+        answers = clients.answers()
+    finally:
+        clients.close()
+    tell(report, case, answers, low, low + job.seconds)
+    report.add(case, "cpu_engine", 100 * shares[0], "%")
+    report.add(case, "cpu_engine_loop", 100 * shares[1], "%")
+    for part, answer in enumerate(answers):
+        report.add(case, f"cpu_client_{part}", 100 * answer.cpu_share, "%")
+
+
+def tell(report: Report, case: str, answers: list[Answer], low: float, high: float) -> None:
+    """What the clients found, all taken together."""
+    rows = [row for answer in answers for row in answer.served]
+    found = summary(rows, low, high)
+    for metric, value in found.items():
+        report.add(case, metric, value, _UNITS.get(metric, "ms"))
+    if case in _VLLM:
+        report.add(case, "throughput_speedup", found["throughput"] / _VLLM[case])
+    pauses = [pause for answer in answers for pause in answer.pauses if low <= pause[0] < high]
+    report.add(case, "client_gc_max", 1e3 * max((pause[1] for pause in pauses), default=0.0), "ms")
+    stats = answers[0].stats
+    if steps := stats.get("steps_total"):
+        report.add(case, "step_mean", 1e3 * (high - low) / steps, "ms")
+        report.add(case, "prefill_tokens_per_step", stats["prefilled_tokens_total"] / steps)
+        report.add(case, "schedule_per_step", 1e6 * stats["schedule_seconds_sum"] / steps, "µs")
+        report.add(case, "preemptions", stats["preemptions_total"])
+    errors = sorted({row.error for row in rows if row.error})
+    for error in errors[:5]:
+        print(f"{case}: {sum(row.error == error for row in rows)} requests failed: {error}", file=sys.stderr)
+
+
+def main() -> None:
+    """All cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    Report.arguments(parser)
+    parser.add_argument("--closed", type=int, nargs="*", default=[64, 512], help="streams, a case each")
+    parser.add_argument("--poisson", type=float, nargs="*", default=[], help="requests a second, a case each")
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of the window")
+    parser.add_argument("--ramp", type=float, default=RAMP_S, help="seconds before the window")
+    parser.add_argument("--step-tokens", type=int, default=8192, help="tokens of a step at most")
+    parser.add_argument("--max-rows", type=int, default=512, help="sequences running at once")
+    parser.add_argument("--clients", type=int, default=2, help="client processes")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model that shows that this works")
+    given = parser.parse_args()
+    report = Report("serve", as_json=given.json)
+    model, label = (TINY_LLAMA, "tiny") if given.tiny else (LLAMA_8B, "8b bf16" if given.device == "cuda" else "8b")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model))
+        begun = time.perf_counter()
+        with engine_process(config_of(Path(folder), given)) as engine:
+            report.add(label, "engine_ready", time.perf_counter() - begun, "s")
+            report.add(label, "step_tokens", given.step_tokens, "tok")
+            base = Job(
+                kind="closed",
+                endpoint=engine.endpoint,
+                vocab_size=model["vocab_size"],
+                seconds=given.seconds,
+                ramp=given.ramp,
+            )
+            loads = [(f"closed {n}", {"kind": "closed", "streams": n}) for n in given.closed]
+            loads += [(f"poisson {rate:g}", {"kind": "poisson", "rate": rate}) for rate in given.poisson]
+            for name, load in loads:
+                job = msgspec.structs.replace(base, namespace=name, **load)
+                measure(report, f"{label}, {name}", engine, job, given.clients)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
