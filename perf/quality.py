@@ -21,7 +21,6 @@ from report import Report
 
 from pagewire import Engine
 from pagewire.config import from_mapping
-from pagewire.models import kv_scales
 from pagewire.models.calibrate import calibrate
 from pagewire.models.load import load_model
 from pagewire.text.tokenizer import load_text_model
