@@ -127,6 +127,41 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     ] = "info"
 
 
+class HttpConfig(_Section, frozen=True, kw_only=True):
+    """The OpenAI-compatible HTTP door."""
+
+    address: Annotated[
+        str,
+        msgspec.Meta(
+            description="HOST:PORT to serve HTTP at; port 0: a free one; default: no HTTP", extra={"flags": ("--http",)}
+        ),
+    ] = ""
+    api_key_file: Annotated[
+        str, msgspec.Meta(description="file made by `pagewire keys`; whoever has no key in it is refused")
+    ] = ""
+    allow_no_keys: Annotated[
+        bool, msgspec.Meta(description="serve other machines without asking for keys; behind a proxy that does")
+    ] = False
+    max_requests: Annotated[int, msgspec.Meta(ge=1, description="HTTP requests answered at once; more get 429")] = 1024
+    max_idle_connections: Annotated[
+        int, msgspec.Meta(ge=1, description="HTTP connections that ask nothing; more are closed")
+    ] = 1024
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, description="largest body taken")] = 8 * 2**20
+    max_header_bytes: Annotated[int, msgspec.Meta(ge=256, description="longest header, and longest first line")] = 8192
+    max_headers: Annotated[int, msgspec.Meta(ge=8, description="headers of a request at most")] = 64
+    header_timeout_ms: Annotated[
+        int, msgspec.Meta(ge=100, description="time for a request's headers, and for the next request of a connection")
+    ] = 30_000
+    body_timeout_ms: Annotated[int, msgspec.Meta(ge=100, description="time for a request's body")] = 30_000
+    slow_reader_timeout_ms: Annotated[
+        int, msgspec.Meta(ge=100, description="a connection with a full buffer that reads nothing for so long is cut")
+    ] = 30_000
+    max_n: Annotated[int, msgspec.Meta(ge=1, le=16, description="continuations (n) of a request")] = 16
+    max_stop: Annotated[int, msgspec.Meta(ge=1, le=16, description="stop strings of a request")] = 4
+    max_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20, description="alternatives (top_logprobs) of a token")] = 20
+    max_prompts: Annotated[int, msgspec.Meta(ge=1, description="prompts of one completion request")] = 128
+
+
 class Config(_Section, frozen=True, kw_only=True):
     """All of it."""
 
@@ -135,6 +170,7 @@ class Config(_Section, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    http: HttpConfig = HttpConfig()
 
 
 def from_mapping(values: dict[str, object]) -> Config:

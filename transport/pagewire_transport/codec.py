@@ -61,7 +61,7 @@ def decode_client(frame: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> FromClien
     try:
         return _from_client.decode(body)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from None
+        raise refusal_of(str(error)) from None
     except Exception as error:  # noqa: BLE001  (nesting too deep, out of memory, …: always the frame's fault)
         raise ProtocolError(f"not a message: {_brief(str(error))}") from None
 
@@ -98,7 +98,7 @@ def convert(values: Any, kind: type[_T]) -> _T:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from None
+        raise refusal_of(str(error)) from None
 
 
 def _body(frame: bytes, max_bytes: int) -> memoryview:
@@ -115,7 +115,7 @@ _WHERE: Final = re.compile(r"(?:`key` in )?`\$(.*)`", re.DOTALL)
 _ABOUT_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
 
 
-def _refusal(text: str) -> PagewireError:
+def refusal_of(text: str) -> PagewireError:
     """The error for a complaint of msgspec's, which ends in " - at `$.path`" where it knows one."""
     what, _, where = text.rpartition(" - at ")
     found = _WHERE.fullmatch(where)

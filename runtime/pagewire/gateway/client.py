@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from pagewire.gateway.columns import TokensBuilder
 from pagewire.gateway.stream import GatewayStream
-from pagewire_transport.door import Connection
 from pagewire_transport.messages import FromServer
+
+
+class Peer(Protocol):
+    """Where messages to a client go: a connection of the door's, or whatever stands for one."""
+
+    @property
+    def client(self) -> str:
+        """Who it is, for logs."""
+        ...
+
+    @property
+    def is_blocked(self) -> bool:
+        """It takes nothing now; `Gateway.on_writable` is called when it does again."""
+        ...
+
+    @property
+    def num_unsent(self) -> int:
+        """What it took and has not sent yet."""
+        ...
+
+    def send(self, message: FromServer) -> None:
+        """Send, or keep."""
+        ...
 
 
 class Client:
@@ -16,7 +40,7 @@ class Client:
     one round of messages (kept by the connection), and for each stream its pending tokens, at most `max_tokens` of them.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Peer) -> None:
         self.connection = connection
         self.streams: dict[int, GatewayStream] = {}
         self._marked: list[GatewayStream] = []

@@ -30,12 +30,12 @@ from pagewire.errors import (
     UnknownStream,
     UnsupportedFeature,
 )
-from pagewire.gateway.client import Client
+from pagewire.gateway.client import Client, Peer
 from pagewire.gateway.columns import Run, runs
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire.gateway.upstream import Upstream
 from pagewire_client.text.text_stream import TextStream
-from pagewire_transport.door import Connection, refusal
+from pagewire_transport.door import refusal
 from pagewire_transport.messages import (
     Accepted,
     Cancel,
@@ -94,7 +94,7 @@ class Gateway:
         self._engine_moves = engine_moves
         self._preparer = preparer
         self._text_stream = text_stream
-        self._clients: dict[Connection, Client] = {}
+        self._clients: dict[Peer, Client] = {}
         self._upstream = Upstream(to_engine)
         self._preparing: dict[GatewayStream, asyncio.Task[None]] = {}
         self._touched: dict[Client, None] = {}
@@ -114,6 +114,11 @@ class Gateway:
     def has_engine(self) -> bool:
         """An engine answered, once."""
         return self._engine is not None
+
+    @property
+    def engine(self) -> Welcome | None:
+        """What the engine said about itself; None before it answered."""
+        return self._engine
 
     @property
     def max_model_len(self) -> int:
@@ -147,6 +152,10 @@ class Gateway:
         self._engine = engine
         if not isinstance(self._refusing, Draining):
             self._refusing = None
+
+    def attach(self, client: Client) -> None:
+        """Take a client that does not come through the door. From now on it is as any other, until `on_lost`."""
+        self._clients[client.connection] = client
 
     def ask_stats(self) -> None:
         """Ask the engine for its counters; the answer is in `stats` when it has come."""
@@ -190,7 +199,7 @@ class Gateway:
             heartbeat_timeout_ms=self._config.heartbeat_timeout_ms,
         )
 
-    def on_message(self, connection: Connection, message: Generate | Cancel | Finish) -> None:
+    def on_message(self, connection: Peer, message: Generate | Cancel | Finish) -> None:
         """Take one message of a client.
 
         Raises:
@@ -209,16 +218,16 @@ class Gateway:
         finally:
             self._flush()
 
-    def has_stream(self, connection: Connection, stream: int) -> bool:
+    def has_stream(self, connection: Peer, stream: int) -> bool:
         client = self._clients.get(connection)
         return client is not None and stream in client.streams
 
-    def on_writable(self, connection: Connection) -> None:
+    def on_writable(self, connection: Peer) -> None:
         client = self._clients.get(connection)
         if client is not None:
             client.flush()
 
-    def on_lost(self, connection: Connection, reason: PagewireError) -> None:
+    def on_lost(self, connection: Peer, reason: PagewireError) -> None:
         """A client is gone, or said goodbye: its streams are cancelled at once."""
         client = self._clients.pop(connection, None)
         if client is None:

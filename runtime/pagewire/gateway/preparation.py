@@ -24,6 +24,7 @@ class Preparation:
     Args:
         encode: text → token ids, special tokens added as the model wants them.
         encode_chat: messages and template arguments → token ids.
+        encode_plain: as `encode`, without special tokens; None: the same.
         num_threads: prompts prepared at once.
         max_waiting: prompts being prepared or waiting for it.
         max_chars: of text, now; None: no limit.
@@ -34,12 +35,14 @@ class Preparation:
         *,
         encode: Callable[[str], Sequence[int]],
         encode_chat: Callable[[Sequence[ChatMessage], Mapping[str, object]], Sequence[int]],
+        encode_plain: Callable[[str], Sequence[int]] | None = None,
         num_threads: int = 2,
         max_waiting: int = 1024,
         max_chars: Callable[[], int] | None = None,
     ) -> None:
         self._encode = encode
         self._encode_chat = encode_chat
+        self._encode_plain = encode_plain or encode
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="prepare")
         self._max_waiting = max_waiting
         self._max_chars = max_chars
@@ -54,11 +57,23 @@ class Preparation:
             InvalidRequest: nothing is left of the prompt, or the template refuses it.
         """
         self._check_length(request)
+        return await self._in_thread(lambda: self._prepare(request))
+
+    async def plain_ids(self, text: str) -> bytes:
+        """The tokens of `text` alone, as uint32 ids, little-endian.
+
+        Raises:
+            Overloaded, PromptTooLong: as `prompt_ids`.
+        """
+        self._check_length(Generate(stream=0, prompt=text))
+        return await self._in_thread(lambda: array("I", self._encode_plain(text)).tobytes())
+
+    async def _in_thread(self, work: Callable[[], bytes]) -> bytes:
         if self._num_waiting >= self._max_waiting:
             raise Overloaded("too many prompts wait to be tokenised", retry_after_ms=_RETRY_AFTER_MS)
         self._num_waiting += 1
         loop = asyncio.get_running_loop()  # before the callback, which runs at once if the thread was quick
-        future = self._pool.submit(self._prepare, request)
+        future = self._pool.submit(work)
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._leave))
         return await asyncio.wrap_future(future)
 

@@ -15,6 +15,7 @@ from pagewire.child import Report, Reporter
 from pagewire.config import Config, ServerConfig
 from pagewire.errors import ConfigError, EngineFailed, ModelError, PagewireError, UnsupportedFeature
 from pagewire.gateway.gateway import Gateway
+from pagewire.gateway.http.server import HttpServer
 from pagewire.gateway.preparation import Preparation
 from pagewire.text.text_model import TextModel
 from pagewire.text.tokenizer import load_text_model
@@ -82,6 +83,12 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
     # Open from the start: an address that cannot be had is told at once. Nobody is welcomed before the engine is there.
     door = _open_door(config.server, gateway)
 
+    try:
+        http = await _open_http(config, gateway, preparation, text)
+    except ConfigError:
+        await door.close()
+        raise
+
     def engine_lost(error: PagewireError) -> None:
         if gateway.has_engine:  # before that the link tries on by itself: the engine may still be loading
             _log.error("engine_lost", reason=error.message)
@@ -102,8 +109,9 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         if not connecting.done():
             return 0
         engine = await connecting
-        _log.info("gateway_ready", endpoint=door.url, model=engine.model)
-        reporter.send(Report(event="ready", endpoint=door.url, model=engine.model))
+        info: dict[str, str | int | float | bool] = {} if http is None else {"http": http.url}
+        _log.info("gateway_ready", endpoint=door.url, model=engine.model, **info)
+        reporter.send(Report(event="ready", endpoint=door.url, model=engine.model, info=info))
         await _until(stopping, gateway)
         reporter.send(Report(event="draining", streams=gateway.num_streams))
         await _drain(gateway, config.server.drain_timeout_ms / 1000)
@@ -112,6 +120,8 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         for task in (connecting, stopping):
             task.cancel()
         await asyncio.gather(connecting, stopping, return_exceptions=True)
+        if http is not None:
+            await http.close()
         preparation.close()
         await door.close()
         await link.close()
@@ -138,8 +148,20 @@ def _preparation(text: TextModel | None, max_model_len: Callable[[], int]) -> Pr
     return Preparation(
         encode=text.encode,
         encode_chat=encode_chat,
+        encode_plain=lambda prompt: text.encode(prompt, add_special=False),
         max_chars=lambda: max_model_len() * text.byte_table.longest,
     )
+
+
+async def _open_http(
+    config: Config, gateway: Gateway, preparation: Preparation, text: TextModel | None
+) -> HttpServer | None:
+    """Serve HTTP, if that is asked for. Open from the start, as the door: until the engine is there, `/ready` says no."""
+    if not config.http.address:
+        return None
+    server = HttpServer(config.http, gateway=gateway, preparation=preparation, text=text)
+    await server.start()
+    return server
 
 
 def _open_door(config: ServerConfig, gateway: Gateway) -> Door:

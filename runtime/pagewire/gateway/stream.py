@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,15 @@ from pagewire_transport.messages import Accepted, Done, Error, Finished, PromptL
 
 _LONGEST_RUN: Final = 65_535
 """`counts` of a `tokens` message are uint16."""
+
+
+class Piece(NamedTuple):
+    """A run of tokens of one choice with what belongs to it; what `Pending` holds, taken out."""
+
+    start: int
+    ids: array[int]
+    text: str
+    logprobs: LogprobRun | None
 
 
 @dataclass(slots=True)
@@ -70,6 +79,20 @@ class Pending:
         texts.clear()
         if self.top >= 0:
             self.chosen, self.top_ids, self.top_logprobs = bytearray(), bytearray(), bytearray()
+
+    def take(self) -> Piece | None:
+        """All of it, for a reader in this process that needs no message; nothing is pending then. None: there is nothing."""
+        ids, texts = self.ids, self.texts
+        count = len(ids)
+        if not count and not texts:
+            return None
+        piece = Piece(self.start, ids, "".join(texts), self._logprobs(0, count))
+        self.start += count
+        self.ids = array("I")
+        texts.clear()
+        if self.top >= 0:
+            self.chosen, self.top_ids, self.top_logprobs = bytearray(), bytearray(), bytearray()
+        return piece
 
     def _logprobs(self, first: int, last: int) -> LogprobRun | None:
         if self.top < 0:

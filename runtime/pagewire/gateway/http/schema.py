@@ -1,0 +1,119 @@
+"""Bodies of requests as OpenAI's API has them, with the extensions that other servers have made common.
+
+Unknown fields are ignored: the SDKs send more with every release (`store`, `metadata`, `service_tier`, …), and a client
+that works elsewhere must work here. What changes the answer and cannot be honoured is refused by name instead
+(`parameters.refuse_unsupported`). Ranges of sampling values are those of `SamplingParams`, checked there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Ids = Annotated[list[int], msgspec.Meta(max_length=2**22)]
+Scalar = str | int | float | bool | None
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stream is told."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """What chats and completions share."""
+
+    model: str | None = None
+    """The name that `/v1/models` tells; the one model there is, where it is left out."""
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    """Extension. 0 and -1: off."""
+    min_p: float | None = None
+    """Extension."""
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    """By token id."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    """Extension."""
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    """Extension."""
+    stop_token_ids: list[int] | None = None
+    """Extension."""
+    ignore_eos: bool | None = None
+    """Extension."""
+    priority: Int | None = None
+    """Extension. Higher runs first, from -100 to 100."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+class TextPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of a message's content; parts of type `text` alone can be read here."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[Any] | None = None
+
+
+class ChatRequest(Sampling, frozen=True, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=16_384)]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    chat_template_kwargs: Annotated[dict[str, Scalar], msgspec.Meta(max_length=64)] | None = None
+    """Extension. Variables of the chat template."""
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampling, frozen=True, kw_only=True):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[Any]
+    """A text, several texts, token ids, or several lists of token ids."""
+    logprobs: Int | None = None
+    echo: bool | None = None
+    best_of: Int | None = None
+    suffix: str | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /tokenize`: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=16_384)] | None = None
+    add_special_tokens: bool = True
+    """BOS and what else the model wants around a plain prompt."""
+    chat_template_kwargs: Annotated[dict[str, Scalar], msgspec.Meta(max_length=64)] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Ids

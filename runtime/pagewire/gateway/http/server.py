@@ -1,0 +1,233 @@
+"""The HTTP door: listens, lets in, routes, tells errors, and watches over connections that do nothing.
+
+    connection ──▶ limits of lines and headers ──▶ key (`auth.Gate`) ──▶ path and method ──▶ endpoint ──▶ gateway
+
+The framework is aiohttp's low-level server, without its router: the gate must come before routing, and a table of a dozen
+paths needs none. `docs/decisions/0004-http-framework.md` says why it is aiohttp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import structlog
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from pagewire.config import HttpConfig
+from pagewire.errors import ConfigError, InternalError, Overloaded, PagewireError
+from pagewire.gateway.gateway import Gateway
+from pagewire.gateway.http.auth import Gate
+from pagewire.gateway.http.body import Caller
+from pagewire.gateway.http.completions import Completions
+from pagewire.gateway.http.errors import HttpRefusal, error_response
+from pagewire.gateway.http.meters import Meters
+from pagewire.gateway.http.status import Status
+from pagewire.gateway.http.texts import Texts
+from pagewire.gateway.http.tokens import Vocabulary
+from pagewire.gateway.preparation import Preparation
+from pagewire.keys import KeyFile
+from pagewire.text.text_model import TextModel
+
+_log: Final = structlog.get_logger()
+
+_Endpoint = Callable[[web.BaseRequest, Caller], Awaitable[web.StreamResponse]]
+
+_RETRY_AFTER_MS: Final = 1000
+_LOOK_S: Final = 0.25
+_LAG_S: Final = 0.1
+_BACKLOG: Final = 1024
+_CLOSE_S: Final = 1.0
+
+
+class HttpServer:
+    """Serves HTTP from the gateway's own loop.
+
+    Args:
+        config: where, for whom and under which limits.
+        gateway: whose streams answer.
+        preparation: makes token ids of prompts.
+        text: the text side of the model; None: it has none here.
+
+    Raises:
+        ConfigError: the address or the file of keys is no good, or the address is open to others without keys.
+    """
+
+    def __init__(
+        self, config: HttpConfig, *, gateway: Gateway, preparation: Preparation, text: TextModel | None
+    ) -> None:
+        self._host, self._port = _address(config)
+        self._config = config
+        self._gate = Gate(KeyFile(config.api_key_file) if config.api_key_file else None)
+        self.meters = Meters()
+        vocabulary = Vocabulary(None if text is None else text.byte_table)
+        completions = Completions(gateway, preparation, vocabulary, config, self.meters)
+        texts = Texts(gateway, preparation, text, config)
+        status = Status(gateway, self.meters)
+        self._routes: dict[str, tuple[str, _Endpoint]] = {
+            "/v1/chat/completions": ("POST", completions.chat),
+            "/v1/completions": ("POST", completions.complete),
+            "/tokenize": ("POST", texts.tokenize),
+            "/detokenize": ("POST", texts.detokenize),
+            "/v1/models": ("GET", status.models),
+            "/health": ("GET", status.health),
+            "/ready": ("GET", status.ready),
+            "/metrics": ("GET", status.metrics),
+            "/openapi.json": ("GET", status.openapi),
+        }
+        self._model = status.model
+        self._busy: set[RequestHandler] = set()
+        self._idle_since: dict[RequestHandler, float] = {}
+        self._server: web.Server | None = None
+        self._runner: web.ServerRunner | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.url = ""
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the address is in use, or not one of this machine's.
+        """
+        config = self._config
+        self._server = web.Server(
+            self._handle,
+            request_factory=self._request,
+            handler_cancellation=True,
+            keepalive_timeout=config.header_timeout_ms / 1000,
+            max_line_size=config.max_header_bytes,
+            max_field_size=config.max_header_bytes,
+            max_headers=config.max_headers,
+            auto_decompress=False,
+            access_log=None,
+        )
+        self._runner = web.ServerRunner(self._server, handle_signals=False, shutdown_timeout=_CLOSE_S)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port, backlog=_BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"{config.address} cannot be listened at: {error.strerror or error}", field="http.address"
+            ) from None
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._tasks = [
+            asyncio.create_task(self._look_after_connections(), name="http connections"),
+            asyncio.create_task(self._measure_lag(), name="http loop lag"),
+        ]
+
+    async def close(self) -> None:
+        """Stop listening and cut what is open. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        loop = asyncio.get_running_loop()
+        size = self._config.max_body_bytes
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request, whatever it is."""
+        self.meters.num_open += 1
+        self._idle_since.pop(request.protocol, None)
+        self._busy.add(request.protocol)
+        try:
+            response = await self._answer(request)
+        finally:
+            self.meters.num_open -= 1
+            self._busy.discard(request.protocol)
+            self._idle_since[request.protocol] = asyncio.get_running_loop().time()
+        self.meters.responses[response.status] = self.meters.responses.get(response.status, 0) + 1
+        return response
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            caller = self._gate.caller(request)
+            self._check_load()
+            return await self._endpoint(request)(request, caller)
+        except (PagewireError, HttpRefusal) as error:
+            return error_response(error)
+        except ConnectionError:
+            raise asyncio.CancelledError from None  # the client left while it was answered
+        except Exception as error:  # noqa: BLE001  (F7: a fault of ours ends this request, never the process)
+            _log.error("http_fault", path=request.path[:100], exc_info=error)
+            return error_response(InternalError(f"{type(error).__name__} while answering"))
+
+    def _check_load(self) -> None:
+        if self.meters.num_open > self._config.max_requests:
+            raise Overloaded(f"{self._config.max_requests} requests are being answered", retry_after_ms=_RETRY_AFTER_MS)
+
+    def _endpoint(self, request: web.BaseRequest) -> _Endpoint:
+        path = request.path
+        method, endpoint = self._routes.get(path, ("", self._model))
+        if not method:
+            if not path.startswith("/v1/models/"):
+                raise HttpRefusal(404, f"there is nothing at {path[:100]}", code="not_found")
+            method = "GET"
+        if request.method != method and not (method == "GET" and request.method == "HEAD"):
+            raise HttpRefusal(405, f"{path[:100]} takes {method}", code="method_not_allowed", headers={"Allow": method})
+        return endpoint
+
+    async def _look_after_connections(self) -> None:
+        """Close connections that have asked nothing for too long, their headers half sent or not begun (F50)."""
+        assert self._server is not None
+        loop = asyncio.get_running_loop()
+        patience = self._config.header_timeout_ms / 1000
+        while True:
+            await asyncio.sleep(min(_LOOK_S, patience / 2))
+            now, alive = loop.time(), set(self._server.connections)
+            over = len(alive - self._busy) - self._config.max_idle_connections
+            for connection in [one for one in self._idle_since if one not in alive]:
+                del self._idle_since[connection]
+            for connection in alive:
+                if connection in self._busy:
+                    continue
+                since = self._idle_since.setdefault(connection, now)
+                if now - since > patience or over > 0:
+                    over -= 1
+                    connection.force_close()
+                    self._idle_since.pop(connection, None)
+
+    async def _measure_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LAG_S
+            await asyncio.sleep(_LAG_S)
+            self.meters.loop_lag.observe(max(0.0, loop.time() - due))
+
+
+def _address(config: HttpConfig) -> tuple[str, int]:
+    """Host and port.
+
+    Raises:
+        ConfigError: there is none, or others can reach it and nobody would be asked for a key.
+    """
+    host, colon, port = config.address.rpartition(":")
+    host = host.strip("[]")
+    if not colon or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError("must be HOST:PORT, for instance 127.0.0.1:8000", field="http.address")
+    host = host or "127.0.0.1"
+    if not (_is_loopback(host) or config.api_key_file or config.allow_no_keys):
+        raise ConfigError(
+            f"{host} can be reached from other machines, and no key would be asked for: make one with"
+            " `pagewire keys new NAME` and name its file with --api-key-file, or say --allow-no-keys",
+            field="http.address",
+        )
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name; who knows what it stands for
