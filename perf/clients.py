@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import uvloop
-from processes import Answer, Job
+from processes import Answer, Job, Pauses
 from workload import (
     Generate,
     Request,
@@ -36,22 +36,6 @@ _STOCK = 2400
 _LENGTHS = 4000
 _BESIDE_TOKENS = 32
 """Output of prompts that come beside decoding streams: few, so that their rows are soon free."""
-
-
-class Pauses:
-    """Garbage collections of this process: (begin, seconds, generation)."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[float, float, int]] = []
-        self._begun = 0.0
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        """For `gc.callbacks`."""
-        now = time.perf_counter()
-        if phase == "start":
-            self._begun = now
-        else:
-            self.found.append((self._begun, now - self._begun, info["generation"]))
 
 
 def generate_by(client: Client, namespace: str) -> Generate:

@@ -1,4 +1,4 @@
-"""The processes of a benchmark: an engine, clients that load it, and what each of them takes of a core.
+"""The processes of a benchmark: an engine, clients that load it, what each takes of a core and how long it collects garbage.
 
 A client process (`clients.py`) is told what to do in one JSON line and says when it is ready; all begin at the same moment;
 what they found comes back as another line. One Python process may be too slow a reader for 512 streams, so there can be
@@ -75,6 +75,22 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
         return (int(fields[11]) + int(fields[12])) * _TICK_S
 
     return of(f"/proc/{pid}/stat"), of(f"/proc/{pid}/task/{pid}/stat")
+
+
+class Pauses:
+    """Garbage collections of this process: (begin, seconds, generation)."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float, int]] = []
+        self._begun = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        """For `gc.callbacks`."""
+        now = time.perf_counter()
+        if phase == "start":
+            self._begun = now
+        else:
+            self.found.append((self._begun, now - self._begun, info["generation"]))
 
 
 # ---- clients -------------------------------------------------------------------------------------------------------------
