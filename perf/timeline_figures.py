@@ -153,19 +153,38 @@ def tell(report: Report, case: str, found: Recording) -> None:
 # ---- the longest gaps ----------------------------------------------------------------------------------------------------
 
 
+def first_index(times: Sequence[float], causes: Sequence[float]) -> int:
+    """Which of `causes` the first of `times` came of, where each that follows came of the next one; both ascend.
+
+    The last cause before a time may be too late a one, where several were under way; never too early. Hence the least.
+    """
+    return min((bisect.bisect_right(causes, at) - 1 - k for k, at in enumerate(times)), default=0)
+
+
+def message_times(found: Recording, client: int) -> dict[int, float]:
+    """When the message of a step, by its index, came to a client; in the window each step sends one."""
+    messages = found.messages(client)
+    first = first_index(messages, [step.deliver[0] for step in found.steps])
+    return {first + k: at for k, at in enumerate(messages)}
+
+
 def by_step(found: Recording) -> list[tuple[int, Gap, int]]:
     """Gaps by the step that ended them: (its index, the longest, how many were long), the longest first."""
-    sent = [step.deliver[0] for step in found.steps]
-    gaps = list(found.gaps())
-    usual = percentile([b - a for a, b, _ in gaps], 50)
+    usual = percentile([b - a for a, b, _ in found.gaps()], 50)
     longest: dict[int, Gap] = {}
     num_long: dict[int, int] = {}
-    for gap in gaps:
-        index = bisect.bisect_right(sent, gap[1]) - 1
-        num_long[index] = num_long.get(index, 0) + (gap[1] - gap[0] > _LATE * usual)
-        known = longest.get(index)
-        if known is None or gap[1] - gap[0] > known[1] - known[0]:
-            longest[index] = gap
+    for client, answer in enumerate(found.answers):
+        came = message_times(found, client)
+        messages, first_step = list(came.values()), min(came, default=0)
+        for row in answer.served:
+            reads = [at for at in row.times if found.low < at < found.high]
+            first = first_step + first_index(reads, messages)
+            for k, (a, b) in enumerate(itertools.pairwise(reads), start=1):
+                index = first + k
+                num_long[index] = num_long.get(index, 0) + (b - a > _LATE * usual)
+                known = longest.get(index)
+                if known is None or b - a > known[1] - known[0]:
+                    longest[index] = (a, b, client)
     rows = [(index, gap, num_long[index]) for index, gap in longest.items()]
     return sorted(rows, key=lambda row: row[1][0] - row[1][1])
 
@@ -178,9 +197,10 @@ def longest_gaps(found: Recording) -> str:
     ]
     for index, gap, num_long in by_step(found)[:_LONGEST]:
         a, b, client = gap
+        came = message_times(found, client)
         lines.append(f"gap of {1e3 * (b - a):.2f} ms, {num_long} long ones end with this step:")
         for at in range(max(0, index - 1), min(len(found.steps), index + 2)):
-            lines.append(_step_line(found, at, gap, is_last=at == index))
+            lines.append(_step_line(found, at, gap, came.get(at), is_last=at == index))
         for name, pauses in (("engine", found.pauses), ("client", found.answers[client].pauses)):
             inside = [(begin - a, took, g) for begin, took, g in pauses if a - (b - a) < begin < b and took > _SHORT_S]
             lines += [
@@ -190,8 +210,8 @@ def longest_gaps(found: Recording) -> str:
     return "\n".join(lines)
 
 
-def _step_line(found: Recording, index: int, gap: Gap, *, is_last: bool) -> str:
-    zero, read, client = gap
+def _step_line(found: Recording, index: int, gap: Gap, came: float | None, *, is_last: bool) -> str:
+    zero, read, _ = gap
     step = found.steps[index]
     idle = step.computed[0] - found.steps[index - 1].computed[1] if index else math.nan
 
@@ -201,10 +221,9 @@ def _step_line(found: Recording, index: int, gap: Gap, *, is_last: bool) -> str:
     def span(begin: float, end: float) -> str:
         return f"{at(begin)}…{at(end)}"
 
-    came = [when for when, _ in found.answers[client].messages if step.deliver[0] <= when]
     return (
         f"{step.step:>8} {f'{step.num_decode}+{step.num_prefill}':>9} {span(*step.plan):>13} "
         f"{span(step.forward[0], step.sample[1]):>15} {span(*step.computed):>17} {1e3 * idle:>6.2f} {at(step.home):>7} "
         f"{at(step.seen):>7} {span(*step.apply):>13} {span(*step.deliver):>15} "
-        f"{at(came[0]) if came else '–':>8} {at(read) if is_last else '':>8}"
+        f"{at(came) if came else '–':>8} {at(read) if is_last else '':>8}"
     ).rstrip()

@@ -84,6 +84,30 @@ def test_the_longest_gap_is_told_with_its_step_and_the_readers_garbage():
     assert line.split()[-1] == "30.00"
 
 
+def test_a_reader_that_lags_by_more_than_a_step_is_told_with_the_right_step():
+    figures = load("timeline_figures")
+    found = recording()
+    messages, served = found.answers[0].messages, found.answers[0].served
+    messages[14] = (messages[15][0] + 1 * MS, 4)
+    messages[15] = (messages[15][0] + 2 * MS, 4)
+    for row in served:
+        row.times[14], row.times[15] = messages[14][0] + 0.1 * MS, messages[16][0] + 0.5 * MS
+        row.times[16] = row.times[15] + 0.1 * MS
+    index, (begin, end, _), _ = figures.by_step(found)[1]  # the one of step 12 is longer
+    assert index == 14
+    assert end - begin == pytest.approx(21 * MS, abs=0.5 * MS)
+    assert figures.message_times(found, 0)[14] == messages[14][0]
+    line = next(line for line in figures.longest_gaps(found).splitlines() if line.split()[:2] == ["14", "4+0"])
+    assert line.split()[-2:] == [f"{1e3 * (messages[14][0] - begin):.2f}", f"{1e3 * (end - begin):.2f}"]
+
+
+@pytest.mark.parametrize("lag", [0.0, 12.5])
+def test_each_time_finds_its_cause(lag):
+    causes = [10.0 * k for k in range(10)]
+    times = [at + 1 + (lag if k > 5 else 0) for k, at in enumerate(causes)][2:]
+    assert load("timeline_figures").first_index(times, causes) == 2
+
+
 @pytest.mark.parametrize(("around", "first"), [("middle", 5), ("gap", 7)])
 def test_the_picture_shows_ten_steps(around, first):
     root = ET.fromstring(load("timeline_svg").picture(recording(), "a < b", around=around))
