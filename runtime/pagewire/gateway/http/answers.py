@@ -7,7 +7,7 @@ from typing import Final
 
 from pagewire.errors import PagewireError
 from pagewire.gateway.http.connection import HttpConnection
-from pagewire.gateway.http.errors import error_body
+from pagewire.gateway.http.errors import error_body, param_of
 from pagewire.gateway.http.meters import RequestMeter
 from pagewire.gateway.http.shapes import Shape
 from pagewire.gateway.stream import Piece
@@ -24,6 +24,13 @@ def event(data: bytes) -> bytes:
 class WholeAnswer:
     """Collects; memory is bounded by `max_tokens` of each choice.
 
+    Args:
+        shape: makes JSON.
+        num_streams: of the request; each has `n` choices.
+        n: choices of a stream.
+        meter: of the request.
+        length_field: what the client named `max_tokens` by.
+
     Attributes:
         opened: done when the engine took every stream, or one failed.
         over: done when all streams ended, or one failed.
@@ -31,7 +38,9 @@ class WholeAnswer:
         usage: of all streams.
     """
 
-    def __init__(self, shape: Shape, *, num_streams: int, n: int, meter: RequestMeter) -> None:
+    def __init__(
+        self, shape: Shape, *, num_streams: int, n: int, meter: RequestMeter, length_field: str = "max_tokens"
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[None] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
@@ -39,6 +48,7 @@ class WholeAnswer:
         self.usage = Usage(prompt=0, completion=0)
         self._shape = shape
         self._n = n
+        self._length_field = length_field
         self._meter = meter
         self._num_unopened = self._num_open = num_streams
 
@@ -82,6 +92,8 @@ class WholeAnswer:
             self._close()
 
     def failed(self, error: PagewireError) -> None:
+        if param_of(error.field) == "max_tokens":
+            error.field = self._length_field
         self.error = error
         self._close()
 
@@ -121,10 +133,11 @@ class StreamedAnswer(WholeAnswer):
         num_streams: int,
         n: int,
         meter: RequestMeter,
+        length_field: str = "max_tokens",
         connection: HttpConnection,
         tells_usage: bool,
     ) -> None:
-        super().__init__(shape, num_streams=num_streams, n=n, meter=meter)
+        super().__init__(shape, num_streams=num_streams, n=n, meter=meter, length_field=length_field)
         self._connection = connection
         self._tells_usage = tells_usage
         self._events: list[bytes] = []

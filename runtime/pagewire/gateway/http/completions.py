@@ -88,7 +88,9 @@ class Completions:
             priority=parameters.priority_of(body),
             namespace=caller.namespace,
         )
-        return await self._answer(request, caller, heading, shape, [asked], stream=parameters.check_stream(body))
+        length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        stream = parameters.check_stream(body)
+        return await self._answer(request, caller, heading, shape, [asked], stream=stream, length_field=length)
 
     async def complete(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         """`POST /v1/completions`."""
@@ -142,6 +144,7 @@ class Completions:
         asked: Sequence[Generate],
         *,
         stream: bool,
+        length_field: str = "max_tokens",
     ) -> web.StreamResponse:
         n = asked[0].params.n
         meter = RequestMeter(self._meters, len(asked) * n)
@@ -158,11 +161,12 @@ class Completions:
                 num_streams=len(asked),
                 n=n,
                 meter=meter,
+                length_field=length_field,
                 connection=connection,
                 tells_usage=heading.tells_usage,
             )
             if stream
-            else WholeAnswer(shape, num_streams=len(asked), n=n, meter=meter)
+            else WholeAnswer(shape, num_streams=len(asked), n=n, meter=meter, length_field=length_field)
         )
         self._gateway.attach(HttpReader(connection, answer))
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -103,6 +104,7 @@ class HttpServer:
             max_headers=config.max_headers,
             auto_decompress=False,
             access_log=None,
+            logger=_silent_logger(),
         )
         self._runner = web.ServerRunner(self._server, handle_signals=False, shutdown_timeout=_CLOSE_S)
         await self._runner.setup()
@@ -202,6 +204,14 @@ class HttpServer:
             due = loop.time() + _LAG_S
             await asyncio.sleep(_LAG_S)
             self.meters.loop_lag.observe(max(0.0, loop.time() - due))
+
+
+def _silent_logger() -> logging.Logger:
+    """For the framework, which logs a traceback for every malformed request: anybody could fill the log with them."""
+    logger = logging.getLogger("pagewire.http")
+    logger.propagate = False
+    logger.handlers = [logging.NullHandler()]
+    return logger
 
 
 def _address(config: HttpConfig) -> tuple[str, int]:
