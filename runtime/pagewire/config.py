@@ -28,7 +28,11 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
     """Which model, and how it is loaded."""
 
     path: Annotated[
-        str, msgspec.Meta(description="a GGUF file, a folder in Hugging Face layout, or a hub id: ORG/NAME[:FILE.gguf]")
+        str,
+        msgspec.Meta(
+            description="a GGUF file, a folder in Hugging Face layout, or a hub id: ORG/NAME[:FILE.gguf]",
+            extra={"flags": ("--model",)},
+        ),
     ] = ""
     name: Annotated[
         str,

@@ -99,7 +99,7 @@ def test_ctrl_c_while_modules_are_imported_is_130_without_a_word(tmp_path):
 def test_a_model_that_does_not_exist_is_2_and_says_what_to_name():
     done = _pagewire("serve", "/no/such/model.gguf")
     assert done.returncode == 2
-    assert "/no/such/model.gguf does not exist; name a GGUF file or a folder" in _one_line(done)
+    assert "/no/such/model.gguf does not exist; name a GGUF file, a folder" in _one_line(done)
 
 
 def test_a_setting_out_of_range_is_2_and_named():

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 from pagewire.cli.flags import values_of
 from pagewire.errors import ConfigError, InvalidRequest, PagewireError
@@ -45,7 +45,19 @@ def params_of(namespace: argparse.Namespace) -> Mapping[str, Any]:
     return values_of(namespace, "params")
 
 
-async def show(stream: Stream, out: TextIO) -> Result:
+class Out(Protocol):
+    """Where an answer goes: a text file, or what passes it on."""
+
+    def write(self, text: str, /) -> object:
+        """Take text."""
+        ...
+
+    def flush(self) -> object:
+        """Let it be seen."""
+        ...
+
+
+async def show(stream: Stream, out: Out) -> Result:
     """Write the text as it comes; several continuations one after the other, each under a heading.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`pagewire chat`: ask a running server one question, with the model's chat template."""
+"""`pagewire chat`: one question to a running server, or a conversation; the model's chat template is the server's."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import asyncio
 import sys
 
 from pagewire.cli.answer import params_of, prompt_of, show, speed, url_of
+from pagewire.cli.conversation import Conversation, converse
 from pagewire_client import connect
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Stream the answer to standard output."""
-    asyncio.run(_chat(namespace, prompt_of(namespace), url_of(namespace)))
+    """Stream the answer, or the answers, to standard output."""
+    if namespace.prompt is None and (namespace.interactive or sys.stdin.isatty()):
+        conversation = Conversation(namespace.system)
+        return converse(url_of(namespace), conversation, params_of(namespace), shows_speed=namespace.stats)
+    conversation = Conversation(namespace.system)
+    conversation.ask(prompt_of(namespace))
+    asyncio.run(_chat(namespace, conversation, url_of(namespace)))
     return 0
 
 
-async def _chat(namespace: argparse.Namespace, prompt: str, url: str) -> None:
-    messages = [{"role": "system", "content": namespace.system}] if namespace.system is not None else []
-    messages.append({"role": "user", "content": prompt})
+async def _chat(namespace: argparse.Namespace, conversation: Conversation, url: str) -> None:
     async with connect(url, name="pagewire chat") as client:
-        result = await show(client.chat(messages, **params_of(namespace)), sys.stdout)
+        result = await show(client.chat(conversation.messages, **params_of(namespace)), sys.stdout)
     if namespace.stats:
         print(speed(result), file=sys.stderr)

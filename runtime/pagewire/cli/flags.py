@@ -30,12 +30,19 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Every field of every section of `Config`, grouped by section, and `--config FILE`."""
+def add_config_flags(parser: argparse.ArgumentParser, *, skip: Collection[str] = ()) -> None:
+    """Every field of every section of `Config` but those in `skip` (sections, or `section.field`), by section; `--config FILE`."""
     parser.add_argument("--config", metavar="FILE.toml", type=Path, help="settings by section; flags override them")
     for section, kind in get_type_hints(Config).items():
+        if section in skip:
+            continue
         group = parser.add_argument_group(section, inspect.getdoc(kind))
-        add_struct_flags(group, kind, prefix=section)
+        add_struct_flags(
+            group,
+            kind,
+            prefix=section,
+            skip=[name.partition(".")[2] for name in skip if name.startswith(f"{section}.")],
+        )
 
 
 def add_struct_flags(

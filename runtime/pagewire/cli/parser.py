@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 EXIT_USAGE = 2
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Examples keep their lines; help texts begin where long flags leave room for them."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, max_help_position=32, **options)
+
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: str | None = None
+    ) -> None:
+        """Arguments by name, flags as one word: `serve` has some forty, which stand below, in groups."""
+        named = [action for action in actions if not action.option_strings]
+        rest = "" if len(named) == len(list(actions)) else " [FLAGS]"
+        super().add_usage(usage or f"%(prog)s{rest} {_positionals(named)}".rstrip(), [], groups, prefix)
+
+
+def _positionals(actions: Iterable[argparse.Action]) -> str:
+    words = []
+    for action in actions:
+        word = str(action.metavar or "{" + "|".join(map(str, action.choices or (action.dest,))) + "}")
+        words.append(f"[{word}]" if action.nargs == "?" else f"{word} …" if action.nargs == argparse.PARSER else word)
+    return " ".join(words)
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,13 +39,23 @@ class Parser(argparse.ArgumentParser):
     The whole usage with every complaint was rejected: that of `serve` has forty lines, and hides the one that counts.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+    def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
+        epilog = f"examples:\n{examples}" if examples else None
+        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, "epilog": epilog, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """One line, and exit code 2."""
         see = " See" if message.endswith("?") else "; see"
         self.exit(EXIT_USAGE, f"pagewire: {' '.join(message.split())}{see} `{self.prog} --help`\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Argparse's own complaint lists every command and guesses none."""
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            what = "command" if action.dest == "command" else action.dest.rpartition(".")[2]
+            near = get_close_matches(str(value), choices, 1)
+            known = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(choices)}"
+            raise argparse.ArgumentError(None if what == "command" else action, f"there is no {what} {value!r}{known}")
 
     def flags(self) -> list[str]:
         """All flags of this command."""

@@ -6,13 +6,14 @@ import argparse
 import asyncio
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 
 from pagewire import log
 from pagewire.cli.flags import config_from
 from pagewire.cli.model_check import check_model
-from pagewire.cli.model_path import model_path
+from pagewire.cli.model_path import model_name, with_model_here
 from pagewire.config import Config
 from pagewire.errors import ConfigError
 from pagewire.supervisor.server import Server, serve
@@ -25,10 +26,9 @@ def run(namespace: argparse.Namespace) -> int:
         if config.model.path:
             raise ConfigError("the model is named twice: as MODEL and as --path", field="model.path")
         config = with_model(config, namespace.model)
-    path = model_path(config.model.path)
-    check_model(path, config.model.load_format)
-    config = with_model(config, str(path))
-    _say(f"loading {config.model.name or (path.stem if path.is_file() else path.resolve().name)} …")
+    config = with_model_here(config)
+    check_model(Path(config.model.path), config.model.load_format)
+    _say(f"loading {model_name(config)} …")
     log.configure("supervisor", level=config.server.log_level)
     number = asyncio.run(_serve(config))
     return 0 if number == signal.SIGTERM else 128 + number
