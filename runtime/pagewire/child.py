@@ -4,7 +4,8 @@ The supervisor starts `python -m pagewire.engine.main --config-fd 5 --report-fd 
 
 - config fd: the whole configuration as JSON, then end of file. No pickle, nothing on the command line, no file to clean.
 - report fd: JSON lines from the child, one `Report` each: `loading` (stage, for the log), then `ready` or `failed`;
-  `draining` once it was told to leave and knows for whom it waits.
+  `beat` from its loop once it is ready, so that a stuck process is told from an idle one; `failed` also when it ends for a
+  reason that it knows; `draining` once it was told to leave and knows for whom it waits.
   It is also the lifeline: its read end closes when the parent dies, however that happens, and the child then leaves.
 
 The first thing that a child's `main` does, before it imports torch, is `leave_with_parent`.
@@ -12,12 +13,15 @@ The first thing that a child's `main` does, before it imports torch, is `leave_w
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import faulthandler
 import os
 import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Final, Literal
 
 import msgspec
@@ -27,12 +31,14 @@ from pagewire.errors import PagewireError
 
 _PR_SET_PDEATHSIG: Final = 1
 _LARGEST_CONFIG: Final = 1 << 20
+_WRITE_MS: Final = 1000
+_LONGEST_STALL: Final = 500
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One line of the report pipe. Unknown fields are tolerated, so that a child may say more."""
 
-    event: Literal["loading", "ready", "failed", "draining"]
+    event: Literal["loading", "ready", "beat", "failed", "draining"]
     stage: str = ""
     """What is being done, for `loading`: `import`, `weights`, `warm-up`, …"""
     endpoint: str = ""
@@ -45,6 +51,8 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     code: str = ""
     """For `failed`: an error code of the error tree."""
     message: str = ""
+    stall: str = ""
+    """For `beat`: which step is late, where one is."""
     field: str | None = None
 
 
@@ -74,18 +82,32 @@ def failure(error: BaseException) -> Report:
 
 
 class Reporter:
-    """Writes reports. A parent that is gone is no error here: `leave_with_parent` deals with it."""
+    """Writes reports. A parent that is gone is no error here: `leave_with_parent` deals with it.
+
+    A parent that does not read (it was stopped, say) holds up nobody for long: beats are dropped when the pipe is full,
+    other reports after a second.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        os.set_blocking(fd, False)
 
     def send(self, report: Report) -> None:
-        """Write one line; a pipe that is full for long means a parent that does not read, and blocks."""
+        """Write one line."""
         line = encode_report(report)
+        poller = select.poll()
+        poller.register(self._fd, select.POLLOUT)
         try:
-            while line:
+            while line and poller.poll(_WRITE_MS):
                 line = line[os.write(self._fd, line) :]
-        except BrokenPipeError:
+        except (BrokenPipeError, BlockingIOError):
+            return
+
+    def beat(self, stall: str = "") -> None:
+        """Say that the loop turns. Never waits: a line below 4,096 bytes is written whole or not at all."""
+        try:
+            os.write(self._fd, encode_report(Report(event="beat", stall=stall[:_LONGEST_STALL])))
+        except (BrokenPipeError, BlockingIOError):
             return
 
     def loading(self, stage: str) -> None:
@@ -93,6 +115,13 @@ class Reporter:
 
     def failed(self, error: BaseException) -> None:
         self.send(failure(error))
+
+
+async def keep_beating(reporter: Reporter, interval_s: float, stall: Callable[[], str] = lambda: "") -> None:
+    """Beat for as long as the task lives: as an ordinary task of the loop whose turning it proclaims."""
+    while True:
+        reporter.beat(stall())
+        await asyncio.sleep(interval_s)
 
 
 def read_config(fd: int) -> Config:
@@ -114,6 +143,16 @@ def leave_with_parent(report_fd: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_watch, args=(report_fd,), name="lifeline", daemon=True).start()
+
+
+def explain_crashes() -> None:
+    """Write the stacks of all threads to standard error when this process crashes, and on SIGQUIT.
+
+    The supervisor sends SIGQUIT to a child that does not answer before it kills it: the handler is C, and works where the
+    interpreter does not.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
 
 
 def _watch(report_fd: int) -> None:

@@ -183,12 +183,16 @@ async def test_a_configuration_that_is_none_is_reported():
 class Reports:
     def __init__(self):
         self.sent = asyncio.Queue()
+        self.stalls = set()
 
     def loading(self, stage):
         pass
 
     def send(self, report):
         self.sent.put_nowait(report)
+
+    def beat(self, stall=""):
+        self.stalls.add(stall)
 
 
 @pytest.fixture

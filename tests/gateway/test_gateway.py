@@ -345,7 +345,7 @@ async def test_ids_that_the_engines_door_would_not_take_stay_here(make_bench, li
 async def test_an_engine_that_answers_again_is_asked_again(bench):
     bench.gateway.engine_lost(EngineFailed("silent"))
     bench.client("a", Generate(stream=1, prompt_ids=b"abcd"))
-    assert bench.of(Error)[0].code == "engine_failed"
+    assert bench.of(Error)[0].code == "unavailable"
     bench.gateway.engine_ready(WELCOME)
     assert bench.gateway.is_ready
     bench.client("a", Generate(stream=2, prompt_ids=b"abcd"))
@@ -436,7 +436,7 @@ async def test_a_lost_engine_is_told_to_every_stream_and_to_those_that_come(benc
     assert [(m.code, m.stream) for m in bench.of(Error, "b")] == [("engine_failed", 2)]
     assert not bench.gateway.is_ready
     bench.client("a", Generate(stream=3, prompt="x"))
-    assert bench.of(Error, "a")[-1].code == "engine_failed"
+    assert bench.of(Error, "a")[-1].code == "unavailable"
     assert bench.gateway.num_streams == 0
 
 

@@ -26,7 +26,7 @@ def make_server(monkeypatch, base):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
     def make(behaviour: str = "", *, on_draining=lambda num_streams: None, **server):
-        server = {"start_timeout_ms": 10_000, "bind": f"ipc://{base}/gateway.sock", **server}
+        server = {"start_timeout_ms": 10_000, "restart_max": 0, "bind": f"ipc://{base}/gateway.sock", **server}
         config = from_mapping({"model": {"name": behaviour, "path": str(base)}, "server": server})
         return Server(
             config, engine_module="fake_child", gateway_module="fake_child", base=base, on_draining=on_draining

@@ -1,6 +1,7 @@
 """Stands for the engine or the gateway in tests of the supervisor: `model.name` says how each behaves.
 
-`engine=sleep gateway=ok`: words are `role=behaviour`; a role not named behaves well.
+`engine=sleep gateway=ok`: words are `role=behaviour`; a role not named behaves well. `role=one,two`: `one` in its first
+life, `two` in its second, and so on; the last stays.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 
-from pagewire.child import Report, Reporter, leave_with_parent, read_config
+from pagewire.child import Report, Reporter, explain_crashes, leave_with_parent, read_config
 from pagewire.errors import ModelError
 
 arguments = argparse.ArgumentParser()
@@ -24,7 +25,14 @@ leave_with_parent(given.report_fd)
 config = read_config(given.config_fd)
 reporter = Reporter(given.report_fd)
 role = "gateway" if given.engine else "engine"
-behaviour = dict(word.split("=") for word in config.model.name.split()).get(role, "ok")
+lives = dict(word.split("=") for word in config.model.name.split()).get(role, "ok").split(",")
+life = 0
+if config.model.path:
+    with open(os.path.join(config.model.path, role + ".lives"), "a+") as file:
+        file.write(config.server.bind + "\n")
+        file.seek(0)
+        life = len(file.readlines()) - 1
+behaviour = lives[min(life, len(lives) - 1)]
 stopping = threading.Event()
 
 
@@ -62,7 +70,23 @@ os.write(given.report_fd, msgspec.json.encode(ready) + b"\n")
 if behaviour == "die_later":
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
+if behaviour == "crash_later":
+    print("timestamp=2026 level=error process=engine event=odd", file=sys.stderr)
+    print("Traceback …\nValueError: nine lives", file=sys.stderr, flush=True)
+    print("timestamp=2026 level=info process=engine event=routine", file=sys.stderr, flush=True)
+    os._exit(9)
+if behaviour == "fail_later":
+    reporter.failed(ModelError("the device fell off the bus"))
+    sys.exit(1)
+if behaviour == "segfault":
+    explain_crashes()
+    import ctypes
+
+    ctypes.string_at(0)
+if behaviour == "hush":  # lives, and its loop does not turn
+    explain_crashes()
+    time.sleep(600)
 while not stopping.wait(0.05):
-    pass
+    reporter.beat("forward of step 7" if behaviour == "stall" else "")
 if behaviour == "draining":
     reporter.send(Report(event="draining", streams=3))

@@ -18,6 +18,8 @@ PagewireError                    base: `code`, `message`, `field`, `retry_after_
 ├── NumericError                 "numeric"             NaN or infinity in this request's logits
 └── InternalError                "internal"            a fault of ours, of this request only
     └── EngineFailed             "engine_failed"       the engine stopped or stalls
+        ├── EngineLost           "engine_lost"         the engine's process ended or fell silent under an open stream
+        └── Unavailable          "unavailable"         no engine serves now; try again after `retry_after_ms`
 
 >>> InvalidRequest("must be at least 1", field="max_tokens").code
 'invalid_request'
@@ -118,6 +120,14 @@ class InternalError(PagewireError):
 
 class EngineFailed(InternalError):
     code = "engine_failed"
+
+
+class EngineLost(EngineFailed):
+    code = "engine_lost"
+
+
+class Unavailable(EngineFailed):
+    code = "unavailable"
 
 
 def _tree(cls: type[PagewireError]) -> dict[str, type[PagewireError]]:

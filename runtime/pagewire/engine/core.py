@@ -34,7 +34,7 @@ from pagewire.engine.health import Health, Monitor
 from pagewire.engine.instruments import Instruments
 from pagewire.engine.launches import Launches, MaskSource, WorkerError
 from pagewire.engine.watchdog import Progress
-from pagewire.errors import Draining, EngineFailed, InternalError, PagewireError
+from pagewire.errors import Draining, EngineFailed, InternalError, PagewireError, Unavailable
 from pagewire.metrics import Registry
 from pagewire.request.request import Request, TokenArray
 from pagewire.scheduler.outcome import StepOutcome
@@ -148,14 +148,15 @@ class EngineCore:
 
         Raises:
             InvalidRequest, PromptTooLong, Overloaded: refused by the scheduler.
-            Draining, EngineFailed: nothing is taken any more, or not now.
+            Draining, EngineFailed: nothing is taken any more.
+            Unavailable: not now; the engine stalls.
         """
         if self._failure is not None:
             raise EngineFailed(self._failure.message)  # a new one: one raised again and again collects tracebacks
         if self._is_draining:
             raise Draining("the engine is shutting down")
         if not self.health.ready:
-            raise EngineFailed(
+            raise Unavailable(
                 f"the engine is not ready: {self.health.reason}", retry_after_ms=self.config.engine.stall_timeout_ms
             )
         try:

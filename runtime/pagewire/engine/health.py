@@ -20,10 +20,11 @@ MAX_DUMPS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether tokens move; `reason` says why not."""
+    """Whether tokens move; `reason` says why not. `is_stalled`: because a step is late."""
 
     ready: bool
     reason: str = ""
+    is_stalled: bool = False
 
 
 class Monitor:
@@ -134,7 +135,7 @@ class Monitor:
                 self._on_dead(alarm.reason)
                 return
             else:
-                self.health = Health(ready=False, reason=alarm.reason)
+                self.health = Health(ready=False, reason=alarm.reason, is_stalled=True)
                 if stalled is None:
                     self._log.error("engine_stalled", reason=alarm.reason)
                     self.dump(alarm.reason)

@@ -13,7 +13,7 @@ import sys
 import msgspec
 
 from pagewire import log
-from pagewire.child import Reporter, leave_with_parent, read_config
+from pagewire.child import Reporter, explain_crashes, leave_with_parent, read_config
 from pagewire.errors import ConfigError, ModelError
 
 
@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bind", default="", help="where to listen, instead of what the configuration says")
     given = parser.parse_args(arguments)
     leave_with_parent(given.report_fd)
+    explain_crashes()
     # Until the loop takes signals over, they end the process at once: there is nothing to drain yet, and Python's own
     # handler would wait for the C code that loads weights.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 import uvloop
 
-from pagewire.child import Report, Reporter
+from pagewire.child import Report, Reporter, failure, keep_beating
 from pagewire.clock import MonotonicClock
 from pagewire.config import Config
 from pagewire.engine.core import EngineCore
@@ -79,10 +79,19 @@ async def _serve(config: Config, reporter: Reporter) -> tuple[int, bool]:
     }
     _log.info("engine_ready", endpoint=server.endpoint, model=shape.model_name, **info)
     reporter.send(Report(event="ready", endpoint=server.endpoint, model=shape.model_name, info=info))
+    beating = asyncio.create_task(
+        keep_beating(
+            reporter,
+            config.server.heartbeat_ms / 1000,
+            lambda: core.health.reason if core.health.is_stalled else "",
+        ),
+        name="beats",
+    )
     failed = asyncio.create_task(core.wait_failed(), name="failure")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if failed.done():
+        reporter.send(failure(failed.result()))
         await asyncio.sleep(_FAREWELL_S)
     else:
         _log.info("engine_draining", live=core.num_live)
@@ -92,7 +101,7 @@ async def _serve(config: Config, reporter: Reporter) -> tuple[int, bool]:
     code = 1 if failed.done() else 0
     await server.close()
     is_clean = await core.stop(_CLOSE_S)
-    for task in (failed, stopping):
+    for task in (failed, stopping, beating):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

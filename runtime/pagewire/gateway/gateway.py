@@ -21,12 +21,12 @@ import structlog
 from pagewire.config import ServerConfig
 from pagewire.errors import (
     Draining,
-    EngineFailed,
     InternalError,
     InvalidRequest,
     Overloaded,
     PagewireError,
     PromptTooLong,
+    Unavailable,
     UnknownStream,
     UnsupportedFeature,
 )
@@ -98,7 +98,9 @@ class Gateway:
         self._upstream = Upstream(to_engine)
         self._preparing: dict[GatewayStream, asyncio.Task[None]] = {}
         self._touched: dict[Client, None] = {}
-        self._refusing: PagewireError | None = EngineFailed("the server is still starting")
+        self._refusing: PagewireError | None = Unavailable(
+            "the server is still starting", retry_after_ms=RETRY_AFTER_MS
+        )
         self._engine: Welcome | None = None
         self._engine_stats: dict[str, float] = {}
         self._num_requests = 0
@@ -162,9 +164,12 @@ class Gateway:
         self._upstream.ask_stats()
 
     def engine_lost(self, error: PagewireError) -> None:
-        """The engine is gone: every stream ends with `error`, new ones are refused with it."""
+        """The engine is gone: every stream ends with `error`, new ones are refused until another one answers.
+
+        This is where streams could be handed to the next engine instead: `client.streams` has what each was promised.
+        """
         if not isinstance(self._refusing, Draining):
-            self._refusing = error
+            self._refusing = Unavailable("no engine serves now; one is being started", retry_after_ms=RETRY_AFTER_MS)
         self._upstream.forget_all()
         self._fail_all(error)
 
@@ -189,7 +194,8 @@ class Gateway:
     def welcome(self) -> Welcome:
         """The answer to a client's hello: the engine's, under this door's limits."""
         if self._engine is None or isinstance(self._refusing, Draining):
-            raise self._refusing or EngineFailed("the server is still starting")
+            assert self._refusing is not None
+            raise self._refusing.with_traceback(None)
         return msgspec.structs.replace(
             self._engine,
             role="gateway",
@@ -261,7 +267,7 @@ class Gateway:
         if message.stream in client.streams:
             raise InvalidRequest(f"{message.stream} is in use on this connection", field="stream")
         if self._refusing is not None:
-            raise self._refusing
+            raise self._refusing.with_traceback(None)  # raised again and again it would collect tracebacks
         if len(client.streams) >= self._config.max_streams_per_connection:
             raise Overloaded(
                 f"this connection has {self._config.max_streams_per_connection} open streams, no more are allowed",

@@ -13,7 +13,7 @@ import sys
 import msgspec
 
 from pagewire import log
-from pagewire.child import Reporter, leave_with_parent, read_config
+from pagewire.child import Reporter, explain_crashes, leave_with_parent, read_config
 from pagewire.errors import ConfigError, ModelError, PagewireError
 
 
@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", required=True, metavar="URL", help="where the engine listens, or will")
     given = parser.parse_args(arguments)
     leave_with_parent(given.report_fd)
+    explain_crashes()
     # Until the loop takes signals over there is nothing to drain: they end the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     reporter = Reporter(given.report_fd)

@@ -11,9 +11,9 @@ import msgspec
 import structlog
 import uvloop
 
-from pagewire.child import Report, Reporter
+from pagewire.child import Report, Reporter, keep_beating
 from pagewire.config import Config, ServerConfig
-from pagewire.errors import ConfigError, EngineFailed, ModelError, PagewireError, UnsupportedFeature
+from pagewire.errors import ConfigError, EngineLost, ModelError, PagewireError, UnsupportedFeature
 from pagewire.gateway.gateway import Gateway
 from pagewire.gateway.http.server import HttpServer
 from pagewire.gateway.preparation import Preparation
@@ -92,7 +92,7 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
     def engine_lost(error: PagewireError) -> None:
         if gateway.has_engine:  # before that the link tries on by itself: the engine may still be loading
             _log.error("engine_lost", reason=error.message)
-            gateway.engine_lost(EngineFailed(error.message))
+            gateway.engine_lost(EngineLost(f"the engine is lost: {error.message}"))
 
     link = Link(
         engine_url,
@@ -102,6 +102,7 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         on_welcome=gateway.engine_ready,  # also of one that was silent for a while and is back
     )
     reporter.loading("engine")
+    beating = asyncio.create_task(keep_beating(reporter, config.server.heartbeat_ms / 1000), name="beats")
     connecting = asyncio.create_task(link.wait_welcome(config.server.start_timeout_ms / 1000), name="connect")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
@@ -117,9 +118,9 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         await _drain(gateway, config.server.drain_timeout_ms / 1000)
         return 0
     finally:
-        for task in (connecting, stopping):
+        for task in (connecting, stopping, beating):
             task.cancel()
-        await asyncio.gather(connecting, stopping, return_exceptions=True)
+        await asyncio.gather(connecting, stopping, beating, return_exceptions=True)
         if http is not None:
             await http.close()
         preparation.close()

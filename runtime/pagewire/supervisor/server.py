@@ -6,15 +6,14 @@
 
 What can go wrong has one answer each:
 
-- a child fails, dies or hangs while it starts: `start` raises with the reason, inside `start_timeout_ms` (F3);
-- a child dies later: `watch` returns with the reason; the gateway is given a moment to tell its clients (F4);
+- a child fails, dies or hangs while the server starts: `start` raises with the reason, inside `start_timeout_ms` (F3);
+- a child dies later, is silent, or stalls without end: it is killed where need be and started again, at the same address,
+  while the other lives on (`Part`). Deaths in a row wait longer each time, and beyond `restart_max` `watch` returns with
+  the reason (F4);
 - the parent dies: the children see their report pipe close and leave (F19, `pagewire.child`);
 - the address disappears (somebody cleans up the folder of temporary files): nobody can come in any more, `watch` drains
   and returns with the reason;
 - shutdown: `drain` lets open streams end inside `drain_timeout_ms`, after that they get a `draining` error (F20).
-
-A dead engine ends the server. Starting it again belongs to a later release; until then whoever runs the server
-(systemd, a container runtime) restarts it, told by the exit code.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ from pagewire.child import Report
 from pagewire.config import Config
 from pagewire.errors import EngineFailed
 from pagewire.supervisor.child import Child
+from pagewire.supervisor.liveness import Limits
+from pagewire.supervisor.part import Part
 from pagewire.supervisor.rendezvous import ServerFolder
+from pagewire.supervisor.restarts import Restarts
 from pagewire_transport.endpoints import ipc_path
 from pagewire_transport.servers import ServerRecord
 
@@ -82,8 +84,10 @@ class Server:
         self._on_draining = on_draining
         self._folder: ServerFolder | None = None
         self._socket: tuple[int, int] | None = None
-        self._engine: Child | None = None
-        self._gateway: Child | None = None
+        self._socket_pid = 0
+        self._behind = ""
+        self._engine = self._part("engine", self._launch_engine)
+        self._gateway = self._part("gateway", self._launch_gateway)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -111,89 +115,124 @@ class Server:
             await self.close()
             raise
         self.url, self.model, self.info = gateway.endpoint, engine.model or gateway.model, engine.info
-        self._socket = _identity(self.url)
+        self._socket, self._socket_pid = _identity(self.url), self._children()[1].pid
         self._folder.publish(ServerRecord(url=self.url, model=self.model, pid=os.getpid(), started=time.time()))
 
     async def watch(self) -> str:
-        """Wait until a child ends by itself, or the address disappears; says which and why.
+        """Keep both parts alive; returns why that is over.
 
-        The gateway has had time to tell its clients, or to let their streams end.
+        Clients have then been told, or had the time to end their streams.
         """
-        engine, gateway = self._children()
-        ends = {asyncio.ensure_future(child.ended()): child for child in (engine, gateway)}
+        reason = await self._kept()
+        gateway = self._children()[1]
+        gateway.terminate()
+        await gateway.ended_within(_FAREWELL_S)
+        return reason
+
+    async def _kept(self) -> str:
+        keeping = {asyncio.create_task(part.keep(), name=f"the {part.name}") for part in (self._engine, self._gateway)}
         try:
             while True:
-                done, _ = await asyncio.wait(ends, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(keeping, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if done:
+                    return done.pop().result()
+                if self._has_moved():
                     break
-                if self._socket is not None and _identity(self.url) != self._socket:
-                    await self.drain()
-                    return f"the socket at {self.url} was removed or replaced, so that no client can come in any more"
         finally:
-            for end in ends:
-                end.cancel()
-        dead = ends[done.pop()]
-        if dead is engine:
-            gateway.terminate()
-            await _within(_FAREWELL_S, gateway.ended())
-        return f"the {dead.name} {dead.reason}"
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+        await self.drain()
+        return f"the socket at {self.url} was removed or replaced, so that no client can come in any more"
+
+    def _has_moved(self) -> bool:
+        """A gateway that serves is no longer where clients look for it."""
+        gateway = self._gateway.child
+        if gateway is None or gateway.returncode is not None or not gateway.is_ready:
+            return False
+        now = _identity(self.url)
+        if gateway.pid != self._socket_pid:  # a gateway that was restarted: its socket is another file
+            self._socket, self._socket_pid = now, gateway.pid
+        return self._socket is not None and now != self._socket
 
     async def drain(self) -> None:
         """Refuse new streams, let the open ones end or be told, and stop. Returns inside one deadline."""
         engine, gateway = self._children()
         gateway.terminate()
-        await _within(self.config.server.drain_timeout_ms / 1000 + _FAREWELL_S, gateway.ended())
+        await gateway.ended_within(self.config.server.drain_timeout_ms / 1000 + _FAREWELL_S)
         engine.terminate()
-        await _within(_FAREWELL_S, engine.ended())
+        await engine.ended_within(_FAREWELL_S)
 
     async def close(self) -> None:
         """End everything at once and remove the folder. Idempotent, in every state."""
-        if self._gateway is not None:  # a moment to take its socket away; what is left is swept at the next start
-            self._gateway.terminate()
-            await _within(_TIDY_S, self._gateway.ended())
-        for child in (self._gateway, self._engine):
+        gateway = self._gateway.child
+        if gateway is not None:  # a moment to take its socket away; what is left is swept at the next start
+            gateway.terminate()
+            await gateway.ended_within(_TIDY_S)
+        for child in (gateway, self._engine.child):
             if child is not None:
                 await child.close()
         if self._folder is not None:
             self._folder.close()
 
     def _children(self) -> tuple[Child, Child]:
-        assert self._engine is not None, "start first"
-        assert self._gateway is not None, "start first"
-        return self._engine, self._gateway
+        assert self._engine.child is not None, "start first"
+        assert self._gateway.child is not None, "start first"
+        return self._engine.child, self._gateway.child
 
-    async def _start_children(self, folder: ServerFolder) -> tuple[Report, Report]:
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _part(self, name: str, launch: Callable[[Report | None], Awaitable[Child]]) -> Part:
         server = self.config.server
-        behind = folder.endpoint("engine")
+        silence_s = server.heartbeat_timeout_ms / 1000
+        return Part(
+            name,
+            launch,
+            restarts=Restarts(server.restart_max, server.restart_backoff_ms / 1000),
+            limits=Limits(
+                interval_s=min(server.heartbeat_ms / 1000, silence_s / 4),
+                silence_s=silence_s,
+                stall_s=server.stall_restart_ms / 1000,
+            ),
+            start_s=server.start_timeout_ms / 1000,
+        )
+
+    async def _launch_engine(self, last: Report | None) -> Child:
+        del last  # it listens where it always does
+        server = self.config.server
         streams = max(
             server.max_streams_per_connection, self.config.scheduler.max_waiting + self.config.scheduler.max_rows
         )  # the gateway is one connection to the engine, and carries the streams of all clients
         # A text's token ids may take four times its bytes.
         size = 4 * server.max_message_bytes + _INNER_EXTRA_BYTES
         inner = msgspec.structs.replace(
-            self.config,
-            server=msgspec.structs.replace(
-                server, bind=behind, max_streams_per_connection=streams, max_message_bytes=size
-            ),
+            server, bind=self._behind, max_streams_per_connection=streams, max_message_bytes=size
         )
-        self._engine = await Child.start("engine", self._modules["engine"], inner)
-        self._gateway = await Child.start("gateway", self._modules["gateway"], self.config, ("--engine", behind))
-        self._gateway.on_draining = self._on_draining
+        return await Child.start("engine", self._modules["engine"], msgspec.structs.replace(self.config, server=inner))
+
+    async def _launch_gateway(self, last: Report | None) -> Child:
+        """At the address of the one before: clients find it again by themselves."""
+        config = self.config
+        if last is not None:
+            config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, bind=last.endpoint))
+        child = await Child.start("gateway", self._modules["gateway"], config, ("--engine", self._behind))
+        child.on_draining = self._on_draining
+        return child
+
+    async def _start_children(self, folder: ServerFolder) -> tuple[Report, Report]:
+        self._behind = folder.endpoint("engine")
+        engine = await self._engine.start()
+        await self._gateway.start()
         try:
-            async with asyncio.timeout(server.start_timeout_ms / 1000):
+            async with asyncio.timeout(self.config.server.start_timeout_ms / 1000):
                 return await self._both_ready()
         except TimeoutError:
-            late = self._gateway if self._engine.is_ready else self._engine
-            raise EngineFailed(
-                f"the {late.name} was not ready after {server.start_timeout_ms / 1000:g} s, at: {late.stage}",
-                field="server.start_timeout_ms",
-            ) from None
+            raise (self._gateway if engine.is_ready else self._engine).late() from None
 
     async def _both_ready(self) -> tuple[Report, Report]:
-        engine, gateway = self._children()
-        ready: asyncio.Future[Any] = asyncio.gather(engine.ready(), gateway.ready())
+        ready: asyncio.Future[Any] = asyncio.gather(self._engine.ready(), self._gateway.ready())
         ends: dict[asyncio.Future[Any], Child] = {
-            asyncio.ensure_future(child.ended()): child for child in (engine, gateway)
+            asyncio.ensure_future(child.ended()): child for child in self._children()
         }
         try:
             await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -222,19 +261,11 @@ def _identity(url: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-async def _within(seconds: float, waited: Awaitable[object]) -> None:
-    """Wait for at most `seconds`; too late is no error here, `close` follows."""
-    try:
-        await asyncio.wait_for(waited, seconds)
-    except TimeoutError:
-        return
-
-
 async def serve(server: Server, *, stop: asyncio.Event, announce: Callable[[Server], None]) -> None:
     """Run `server` until `stop` is set, then drain.
 
     Raises:
-        PagewireError: it did not start, or a child died (`EngineFailed`).
+        PagewireError: it did not start, or a part died too often (`EngineFailed`).
     """
     stopping = asyncio.create_task(stop.wait(), name="stop")
     starting = asyncio.create_task(server.start(), name="start")
@@ -251,6 +282,7 @@ async def serve(server: Server, *, stop: asyncio.Event, announce: Callable[[Serv
                 raise EngineFailed(watching.result())
         finally:
             watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)  # whom it was starting is known now
         await server.drain()
     finally:
         stopping.cancel()
