@@ -76,6 +76,8 @@ class Server:
     ) -> None:
         self.config = config
         self.url = ""
+        self.http_url = ""
+        """Where HTTP is served; "" if it is not."""
         self.model = ""
         self.info: dict[str, str | int | float | bool] = {}
         """What the engine told about itself when it became ready."""
@@ -115,6 +117,7 @@ class Server:
             await self.close()
             raise
         self.url, self.model, self.info = gateway.endpoint, engine.model or gateway.model, engine.info
+        self.http_url = str(gateway.info.get("http", ""))
         self._socket, self._socket_pid = _identity(self.url), self._children()[1].pid
         self._folder.publish(ServerRecord(url=self.url, model=self.model, pid=os.getpid(), started=time.time()))
 
@@ -215,6 +218,9 @@ class Server:
         config = self.config
         if last is not None:
             config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, bind=last.endpoint))
+            if http := str(last.info.get("http", "")):  # with the port that was taken
+                address = http.removeprefix("http://").rstrip("/")
+                config = msgspec.structs.replace(config, http=msgspec.structs.replace(config.http, address=address))
         child = await Child.start("gateway", self._modules["gateway"], config, ("--engine", self._behind))
         child.on_draining = self._on_draining
         return child
