@@ -1,5 +1,7 @@
 """Tokenizers rebuilt from GGUF metadata: equal to `transformers` where it is right, and clear errors (F46)."""
 
+import re
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -124,6 +126,74 @@ def test_never_two_bos(write, tmp_path):
 def test_ids_that_end_a_turn(tmp_path):
     ends = {"tokenizer__ggml__eot_token_id": 2, "tokenizer__ggml__eom_token_id": 0}
     assert load_text_model(write_gguf(tmp_path / "m.gguf", **ends)).eos_ids == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "ends"),
+    [("<end_of_turn>", 3, True), ("<end_of_turn>", 4, True), ("<|im_end|>", 1, False), ("<other>", 3, False)],
+)
+def test_a_turn_ends_also_where_the_file_names_one_end_only(tmp_path, text, kind, ends):
+    from tests.text.small_models import byte_level_vocabulary
+
+    tokens, _ = byte_level_vocabulary()
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tokenizer__ggml__tokens=[*tokens, text],
+        tokenizer__ggml__token_type=[3, 3, 3, *[1] * (len(tokens) - 3), kind],
+    )
+    assert load_text_model(path).eos_ids == ((1, len(tokens)) if ends else (1,))
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A vocabulary as Gemma's: no space in front, runs of spaces and line ends as tokens; from GGUF, and as the
+    tokenizer.json of such models has it, in `tokenizers` itself."""
+    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+
+    tokens, scores = sentencepiece_vocabulary()
+    runs = ["▁▁", "▁▁▁", "\n", "\n\n"]
+    size = len(tokens)
+    tokens, scores = [*tokens, *runs, "<start_of_turn>"], [*scores, *[0.0] * 5]
+    path = write_sentencepiece_gguf(
+        tmp_path_factory.mktemp("gemma") / "m.gguf",
+        tokenizer__ggml__tokens=[token.replace("▁", " ") if token in runs else token for token in tokens],
+        tokenizer__ggml__scores=scores,
+        tokenizer__ggml__token_type=[2, 3, 3, *[6] * 256, *[1] * (size - 259), *[4] * 5],
+        tokenizer__ggml__add_space_prefix=False,
+    )
+    model = BPE(
+        {token: i for i, token in enumerate(tokens)},
+        merges_by_score(tokens[:size], scores[:size]),
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token="<unk>",
+    )
+    theirs = Tokenizer(model)
+    theirs.normalizer = normalizers.Replace(" ", "▁")
+    theirs.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    theirs.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return load_text_model(path), theirs
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=20) | st.text(" the\néq日", max_size=20))
+def test_a_vocabulary_as_gemmas_keeps_every_space(gemma, text):
+    ours, theirs = gemma
+    text = re.sub(" +", " ", re.sub("[▁\n]", "", text))  # the runs: see below
+    ids = ours.encode(text, add_special=False)
+    assert ids == theirs.encode(text, add_special_tokens=False).ids
+    assert ours.decode(ids, skip_special=False) == text
+
+
+def test_runs_of_spaces_and_lines_are_one_token(gemma):
+    ours, _ = gemma
+    size = ours.vocab_size
+    for text, token in (("a\n\nb", size - 2), ("<start_of_turn>", size - 1), ("a\nb", size - 3)):
+        ids = ours.encode(text, add_special=False)
+        assert token in ids
+        assert ours.decode(ids, skip_special=False) == text
+    assert ours.encode("the  end").count(size - 5) == 1
 
 
 def test_user_defined_tokens_are_whole_but_shown(tmp_path):

@@ -73,6 +73,8 @@ def test_ids_that_end_a_turn(tmp_path, files, expected):
         ({}, None),
         ({"tokenizer_config": {"chat_template": "A"}}, "A"),
         ({"tokenizer_config": {"chat_template": "A"}, "chat_template__jinja": "B\n"}, "B\n"),
+        ({"chat_template": {"chat_template": "J"}}, "J"),
+        ({"chat_template": {"chat_template": "J"}, "tokenizer_config": {"chat_template": "A"}}, "A"),
         ({"tokenizer_config": {"chat_template": [{"name": "rag", "template": "R"}]}}, "R"),
         (
             {
@@ -130,4 +132,11 @@ def test_broken_folders(tmp_path, files, says):
 
 def test_a_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        load_text_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json"])
+def test_a_tokenizer_of_another_format_is_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ModelError, match=f"has no tokenizer.json, only {name}, which is not read.*save_pretrained"):
         load_text_model(tmp_path)

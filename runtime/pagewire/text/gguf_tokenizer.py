@@ -65,6 +65,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "dbrx": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
@@ -108,7 +110,7 @@ def text_model_from_gguf(metadata: Mapping[str, Any], path: str) -> TextModel:
         prefix_ids=prefix,
         suffix_ids=suffix,
         bos_id=bos,
-        eos_ids=tuple(sorted({i for name in _ENDS if (i := names[name]) is not None})),
+        eos_ids=tuple(sorted({i for name in _ENDS if (i := names[name]) is not None} | _ends_by_text(header, tokens))),
         chat_renderer=ChatRenderer(template, variables) if template else None,
     )
 
@@ -123,6 +125,16 @@ _NAMED = {
     "end_of_message": "eom",
 }
 _ENDS = ("eos_token", "end_of_turn", "end_of_message")
+
+# Many files name one end only, and leave out the one that ends a turn (Gemma's `<end_of_turn>`): a chat would go on
+# for ever. llama.cpp knows these by their text, too.
+_ENDS_BY_TEXT = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
+
+
+def _ends_by_text(header: _Header, tokens: list[str]) -> set[int]:
+    """Ids of tokens that end a turn by what they are called; as ordinary text, such a token would be no mark."""
+    types = header.numbers("tokenizer.ggml.token_type", len(tokens))
+    return {i for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED) and tokens[i] in _ENDS_BY_TEXT}
 
 
 class _Header:

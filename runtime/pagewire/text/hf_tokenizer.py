@@ -16,6 +16,8 @@ from pagewire_client.text.byte_table import byte_table
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
+_OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json")
+
 
 def text_model_from_folder(folder: Path) -> TextModel:
     """The text side of a model folder.
@@ -53,7 +55,13 @@ def text_model_from_folder(folder: Path) -> TextModel:
 
 def _tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
-        raise ModelError(f"{path.parent} has no tokenizer.json; save the fast tokenizer into it")
+        # SentencePiece's own format would need its package, and rules of each model that stand in no file.
+        beside = next((name for name in _OTHER_FORMATS if (path.parent / name).is_file()), "")
+        only = f", only {beside}, which is not read" if beside else ""
+        raise ModelError(
+            f"{path.parent} has no tokenizer.json{only}; `transformers` makes one:"
+            " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001  (the package raises bare Exception)
@@ -113,14 +121,14 @@ def _ids(value: object, folder: Path) -> set[int]:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str:
-    """Source of the template: the file of its own first; of several named ones `default`, or the only one."""
+    """Source of the template: its own file first (`.jinja`, last the older `.json`); of several named ones `default`, or the only one."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
             return path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"{path} cannot be read: {error}") from None
-    value = config.get("chat_template")
+    value = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if value is None or isinstance(value, str):
         return value or ""
     try:
