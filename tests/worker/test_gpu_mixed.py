@@ -109,7 +109,8 @@ def test_the_smallest_shape_that_holds_the_step(made):
     assert graphs.shape_for(plan_of([5] * 20, [(0, 44)], list(range(21)), [])) == Shape(64, 40)
     assert graphs.shape_for(plan_of([5], [(0, 64)], [0], [])) == Shape(128, 16)
     assert graphs.shape_for(plan_of([], [(0, 1024)], [], [])) == Shape(1024, 16)
-    assert graphs.shape_for(plan_of([], [(0, 1025)], [], [])) is None
+    assert graphs.shape_for(plan_of([], [(0, 1025)], [], [])) == Shape(1152, 40)
+    assert graphs.shape_for(plan_of([], [(0, 2049)], [], [])) is None
     assert graphs.shape_for(plan_of([], [(0, 10)], [0] * 41, [])) is None, "more samples than rows"
 
 

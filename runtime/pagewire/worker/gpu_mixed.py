@@ -27,11 +27,14 @@ from pagewire.step.step import Int32Array, StepPlan
 from pagewire.worker.gpu_device import Device
 from pagewire.worker.gpu_staging import ALIGN, Staging, Words
 
-TOKEN_BUCKETS: Final = (64, 128, 256, 384, 512, 768, 1024)
-"""Steps of more tokens are launched kernel by kernel: the card is then busy for longer than that takes."""
+TOKEN_BUCKETS: Final = (64, 128, 256, 384, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792, 2048)
+"""Close together where padding is dear. Steps of more tokens are launched kernel by kernel."""
 MAX_CHUNKS: Final = 64
 """Prompts in one step: more go the other way."""
 _ROW_BUCKETS: Final = (16, 64, 128, 256, 512)
+_LARGE: Final = 1024
+"""In steps of more tokens it does not matter much how many rows are empty: fewer graphs will do."""
+_LARGE_ROW_BUCKETS: Final = (256,)
 _MAX_DELTAS: Final = 8192
 
 
@@ -66,7 +69,8 @@ def shapes(max_rows: int, max_step_tokens: int) -> list[Shape]:
     out = []
     for tokens in TOKEN_BUCKETS:
         most = min(tokens, max_rows)
-        out += [Shape(tokens, rows) for rows in (*(r for r in _ROW_BUCKETS if r < most), most)]
+        buckets = _ROW_BUCKETS if tokens <= _LARGE else _LARGE_ROW_BUCKETS
+        out += [Shape(tokens, rows) for rows in (*(r for r in buckets if r < most), most)]
         if tokens >= max_step_tokens:
             break
     return out
