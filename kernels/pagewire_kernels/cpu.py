@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
@@ -26,6 +26,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """As `reference.silu_mul`."""
     inner = gate_up.shape[-1] // 2
     return silu(gate_up[..., :inner]).mul_(gate_up[..., inner:])
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """As `reference.gelu_mul`."""
+    inner = gate_up.shape[-1] // 2
+    return gelu(gate_up[..., :inner], approximate="tanh").mul_(gate_up[..., inner:])
+
+
+def soft_cap_(x: Tensor, cap: float) -> Tensor:
+    """As `reference.soft_cap`, in place."""
+    return x.div_(cap).tanh_().mul_(cap)
 
 
 def rope_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

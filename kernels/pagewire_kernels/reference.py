@@ -38,14 +38,26 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def rope_tables(inv_freq: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) × up, GELU by its tanh formula (Hendrycks & Gimpel 2016); as `silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Cap × tanh(x / cap): nearly x near 0, never beyond the cap (Gemma 2)."""
+    return torch.tanh(x / cap) * cap
+
+
+def rope_tables(inv_freq: Tensor, num_positions: int, begin: int = 0) -> tuple[Tensor, Tensor]:
     """The cos and sin of position × frequency, float32 [num_positions, head_dim / 2].
 
     Args:
         inv_freq: float32 [head_dim / 2].
-        num_positions: positions 0 … num_positions − 1.
+        num_positions: how many.
+        begin: the first of them.
     """
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq.float()
+    angles = torch.arange(begin, begin + num_positions, dtype=torch.float32)[:, None] * inv_freq.float()
     return angles.cos(), angles.sin()
 
 
@@ -95,6 +107,8 @@ def paged_attention(
     starts: Tensor,
     *,
     scale: float | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Causal attention of ragged queries over a paged cache: decode and chunked prefill alike.
 
@@ -110,6 +124,8 @@ def paged_attention(
         query_offsets: int [B + 1], from 0 to T.
         starts: int [B].
         scale: of the scores; None: 1 / √head_dim.
+        window: latest positions that a query sees, its own included; 0: all.
+        soft_cap: of the scaled scores; 0: none.
 
     Returns:
         [T, num_heads, head_dim] of q's dtype; computed in float32 or wider.
@@ -127,7 +143,12 @@ def paged_attention(
         k = gather_kv(k_pool, blocks)[:, :length].to(wide).repeat_interleave(group, dim=0)
         v = gather_kv(v_pool, blocks)[:, :length].to(wide).repeat_interleave(group, dim=0)
         scores = torch.einsum("thd,hld->htl", q[first:last].to(wide), k) * scale
-        future = torch.arange(length)[None, :] > torch.arange(start, length)[:, None]
-        weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+        if soft_cap:
+            scores = torch.tanh(scores / soft_cap) * soft_cap
+        keys, queries = torch.arange(length)[None, :], torch.arange(start, length)[:, None]
+        hidden = keys > queries
+        if window:
+            hidden |= keys <= queries - window
+        weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
         out[first:last] = torch.einsum("htl,hld->thd", weights, v).to(q.dtype)
     return out

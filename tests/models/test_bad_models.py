@@ -87,13 +87,14 @@ class TestConfiguration:
             ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama"),
             ({"model_type": ...}, "None is not supported"),
             ({"hidden_act": "gelu"}, "hidden_act"),
-            ({"attention_bias": True}, "attention_bias"),
-            ({"mlp_bias": True}, "mlp_bias"),
+            ({"attention_bias": True}, "lacks model.layers.0.self_attn.q_proj.bias"),
+            ({"mlp_bias": True}, "lacks model.layers.0.mlp.gate_proj.bias"),
+            ({"mlp_bias": "no"}, "mlp_bias"),
             ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-            ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+            ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
             ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
             ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-            ({"rope_parameters": [1]}, "rope parameters"),
+            ({"rope_parameters": [1]}, "rope_parameters"),
             ({"hidden_size": ...}, "hidden_size"),
             ({"hidden_size": "big"}, "hidden_size"),
             ({"num_hidden_layers": 0}, "num_layers"),
@@ -207,7 +208,7 @@ class TestGGUF:
             ({"metadata": {"attention.layer_norm_rms_epsilon": None}}, "layer_norm_rms_epsilon"),
             ({"metadata": {"context_length": "long"}}, "context_length"),
             ({"metadata": {"feed_forward_length": 99}}, "has shape"),
-            ({"metadata": {"rope.scaling.type": "yarn"}}, "'yarn' is not supported"),
+            ({"metadata": {"rope.scaling.type": "longrope"}}, "'longrope' is not supported"),
             ({"metadata": {"rope.dimension_count": 8}}, "rope.dimension_count"),
             ({"metadata": {"expert_count": 8}}, "expert_count"),
         ],
@@ -216,10 +217,14 @@ class TestGGUF:
         write(tmp_path / "model.gguf", model, **options)
         assert says in refusal(tmp_path / "model.gguf")
 
-    def test_biases(self, tmp_path, model):
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [("blk.0.attn_q.bias", "lacks blk.0.attn_k.bias"), ("blk.0.attn_norm.bias", "blk.0.attn_norm.bias, which")],
+    )
+    def test_biases(self, tmp_path, model, name, says):
         bias = model.model.norm.weight.detach().numpy()
-        write(tmp_path / "model.gguf", model, extra={"blk.0.attn_q.bias": bias})
-        assert "biases" in refusal(tmp_path / "model.gguf")
+        write(tmp_path / "model.gguf", model, extra={name: bias})
+        assert says in refusal(tmp_path / "model.gguf")
 
 
 class TestDummy:

@@ -113,7 +113,9 @@ def test_wide_layers_of_odd_width(threads, num_threads):
 def test_products_that_depend_on_the_place_are_refused(packed):
     check_place_invariance(packed)
     crooked = Decoder(packed.config, packed.weights)
-    crooked.project = lambda x, weight: packed.project(x, weight) * (1 + 1e-7 * torch.arange(len(x))[:, None])
+    crooked.project = lambda x, weight, bias: (
+        packed.project(x, weight, bias) * (1 + 1e-7 * torch.arange(len(x))[:, None])
+    )
     with pytest.raises(ConfigError) as caught:
         check_place_invariance(crooked)
     assert caught.value.field == "engine.deterministic"

@@ -13,9 +13,9 @@ from tests.models.paged import Paged
 from tests.models.test_against_transformers import expected, token_ids
 
 from pagewire.config import ModelConfig
-from pagewire.models.decoder import inverse_frequencies
 from pagewire.models.gguf import GGUFFile
 from pagewire.models.load import load_model
+from pagewire.models.rope import inverse_frequencies
 
 
 def logits(path, ids) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.models.config import DecoderConfig, RopeConfig
+from pagewire.models.config import DecoderConfig, LayerConfig, RopeConfig
 from pagewire.models.decoder import Decoder
 from pagewire.models.dummy import random_weights
 from pagewire.worker import cpu_linear
@@ -17,7 +17,7 @@ from pagewire.worker.kv_memory import KVMemory
 from pagewire_kernels import cpu, reference
 
 
-def config_of(num_heads=6, num_kv_heads=2, head_dim=16) -> DecoderConfig:
+def config_of(num_heads=6, num_kv_heads=2, head_dim=16, windows=(0, 0), **changes) -> DecoderConfig:
     return DecoderConfig(
         architecture="llama",
         vocab_size=70,
@@ -31,23 +31,28 @@ def config_of(num_heads=6, num_kv_heads=2, head_dim=16) -> DecoderConfig:
         norm_eps=1e-5,
         rope=RopeConfig(),
         tie_embeddings=False,
+        layers=tuple(LayerConfig(RopeConfig(), window) for window in windows),
+        **changes,
     )
 
 
 @pytest.mark.parametrize("kind", [PagedAttention, SplitAttention])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     decode=st.lists(st.integers(0, 300), max_size=6),
     chunks=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 60)), max_size=3),
     block_size=st.sampled_from([16, 32, 64]),
     heads=st.sampled_from([(6, 2), (4, 4), (5, 1)]),
+    window=st.sampled_from([0, 0, 1, 7, 16, 50, 130, 1000]),
+    cap=st.sampled_from([0.0, 2.0]),
     seed=st.integers(0, 1000),
 )
-def test_against_the_oracle(kind, decode, chunks, block_size, heads, seed):
+def test_against_the_oracle(kind, decode, chunks, block_size, heads, window, cap, seed):
     """Ragged steps over blocks in random order, with rubbish wherever nothing was written."""
     if not decode and not chunks:
         return
-    config, rng = config_of(*heads), np.random.default_rng(seed)
+    config = config_of(*heads, windows=(0, window), attn_scale=0.3, attn_soft_cap=cap)
+    rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     starts = np.array([*decode, *(start for start, _ in chunks)], np.int32)
     sizes = np.array([*(1 for _ in decode), *(size for _, size in chunks)], np.int32)
@@ -76,6 +81,9 @@ def test_against_the_oracle(kind, decode, chunks, block_size, heads, seed):
         torch.from_numpy(tables),
         offsets,
         torch.from_numpy(starts),
+        scale=0.3,
+        window=window,
+        soft_cap=cap,
     )
     torch.testing.assert_close(got.view(want.shape).double(), want, atol=2e-6, rtol=1e-5)
 
@@ -105,6 +113,8 @@ def test_operations(tokens):
     x, weight = 3 * torch.randn(tokens, 96), torch.rand(96)
     torch.testing.assert_close(cpu.rms_norm(x, weight, torch.full((1,), 1e-5)), reference.rms_norm(x, weight, 1e-5))
     torch.testing.assert_close(cpu.silu_mul(x), reference.silu_mul(x))
+    torch.testing.assert_close(cpu.gelu_mul(x), reference.gelu_mul(x))
+    torch.testing.assert_close(cpu.soft_cap_(x.clone(), 2.0), reference.soft_cap(x, 2.0))
     heads, positions = x.view(tokens, 6, 16), torch.randint(0, 500, (tokens,))
     cos, sin = reference.rope_tables(10_000.0 ** -(torch.arange(8) / 8), 500)
     turned = reference.rope(heads, cos[positions], sin[positions])
@@ -133,7 +143,7 @@ def test_packed_weights_multiply_alike(monkeypatch):
     pack_weights(packed)  # for another worker: nothing more happens
     assert packed.weights.lm_head.is_mkldnn
     torch.testing.assert_close(logits_of(packed), logits_of(plain), atol=1e-5, rtol=1e-5)
-    monkeypatch.setattr(cpu_linear, "_operators", lambda: None)
+    monkeypatch.setattr(cpu_linear, "_operators", lambda *_: None)
     pack_weights(plain)
     assert not plain.weights.lm_head.is_mkldnn, "without the operators weights stay as they are"
 

@@ -395,7 +395,7 @@ async def test_close_waits_for_what_is_queued(folder):
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"dtype": "bfloat16"}, "model.dtype"),
+        ({"dtype": "float16"}, "model.dtype"),
         ({"num_blocks": 1}, "cache.kv_bytes"),
         ({"max_model_len": 513}, "model.max_model_len"),
     ],

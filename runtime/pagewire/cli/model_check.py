@@ -6,19 +6,18 @@ Nothing here imports torch. The loaders check again, and more: they are the ones
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import msgspec
 from safetensors import SafetensorError, safe_open
 
 from pagewire.errors import ModelError
-from pagewire.gguf_header import GGUFHeader, TensorInfo, read_header
-from pagewire.models import config as configs
+from pagewire.gguf_header import GGUFHeader, read_header
 from pagewire.models.config import DecoderConfig
+from pagewire.models.gguf_config import check_extents, from_gguf
+from pagewire.models.hf_config import from_hf
 
 
 def check_model(path: Path, load_format: str = "auto") -> DecoderConfig:
@@ -35,7 +34,7 @@ def check_model(path: Path, load_format: str = "auto") -> DecoderConfig:
     if file is not None:
         return check_gguf(file, read_header(file))
     folder = path if path.is_dir() else path.parent
-    config = configs.from_hf(read_json(folder / "config.json"))
+    config = from_hf(read_json(folder / "config.json"))
     if load_format != "dummy":
         for weights in check_has_weights(folder):
             _check_safetensors(weights)
@@ -68,16 +67,8 @@ def check_gguf(path: Path, header: GGUFHeader) -> DecoderConfig:
     Raises:
         ModelError: another architecture, or a tensor that lies beyond the end of the file.
     """
-    embedding = header.tensors.get("token_embd.weight")
-    config = configs.from_gguf(
-        header.metadata,
-        vocab_size=embedding.shape[0] if embedding is not None and embedding.shape else 1,
-        tie_embeddings="output.weight" not in header.tensors,
-    )
-    size = path.stat().st_size
-    for name, info in header.tensors.items():
-        if info.offset + _num_bytes(info) > size:
-            raise ModelError(f"{path} is truncated: tensor {name} lies beyond its end; get the file again")
+    config = from_gguf(header)
+    check_extents(path, header)
     return config
 
 
@@ -116,11 +107,3 @@ def _check_safetensors(path: Path) -> None:
             pass
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is truncated or damaged ({error}); download it again") from None
-
-
-def _num_bytes(info: TensorInfo) -> int:
-    try:
-        block_size, type_size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.kind)]
-    except (ValueError, KeyError):
-        return 0  # the loader refuses the type by name
-    return math.prod(info.shape) // block_size * type_size

@@ -1,21 +1,23 @@
-"""What a decoder looks like: its sizes and its rope, read from Hugging Face's `config.json` or from GGUF metadata.
+"""What a decoder looks like: its sizes, what its layers differ in, and what a family adds to the plain decoder.
 
-Both readers refuse by name what the decoder does not compute (biases, other activations, rope scalings that are not
-listed in `ROPE_TYPES`), since a model served almost right is worse than one refused.
+There is one decoder (see `decoder.py`), and a family is a choice of these values: `hf_config` and `gguf_config` read
+them. Both refuse by name what the decoder does not compute, since a model served almost right is worse than one refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final, Literal
 
 from pagewire.errors import ModelError
 
-ARCHITECTURES: Final = ("llama",)
-"""As `model_type` in a `config.json` and as `general.architecture` in a GGUF file."""
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "dynamic")
+Activation = Literal["silu", "gelu_tanh"]
 
-ROPE_TYPES: Final = ("default", "linear", "llama3")
+_MOST_LAYERS: Final = 4096
+_MOST_POSITIONS: Final = 2**24
+_MOST: Final = 2**31 - 1
+"""Larger sizes are no model's, and what they ask for could not even be allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,14 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies, θ^(−2i / head_dim).
-        type: one of `ROPE_TYPES`. linear divides all frequencies by `factor` (Chen et al. 2023); llama3 divides the low
-            ones by `factor`, keeps the high ones and blends between `low_freq_factor` and `high_freq_factor`.
-        original_max_positions: context of the model before it was extended (llama3 only).
+        type: default, linear, llama3 or yarn. linear divides all frequencies by `factor` (Chen et al. 2023); llama3
+            divides the low ones by `factor`, keeps the high ones and blends between `low_freq_factor` and
+            `high_freq_factor`; yarn (Peng et al. 2023) does so between the dimensions that turn `beta_slow` and
+            `beta_fast` times over the original context. `dynamic` changes nothing up to the model's own context, which
+            is as far as it is served: it is read as default.
+        original_max_positions: context of the model before it was extended (llama3, yarn).
+        truncate: yarn: the bounds of the blend are whole dimensions.
+        attention_factor: cos and sin are multiplied by it (yarn).
     """
 
     theta: float = 10_000.0
@@ -35,11 +42,49 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.theta <= 1:
+            raise ModelError(f"the model's configuration has a rope base of {self.theta}; it must be above 1")
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ModelError(
+                f"the model's configuration has a rope with high_freq_factor = {self.high_freq_factor}, which must be "
+                f"above low_freq_factor = {self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What layers may differ in.
+
+    Attributes:
+        rope: None: the layer knows no positions (NoPE).
+        window: latest positions that a token sees, its own included; 0: all.
+    """
+
+    rope: RopeConfig | None = RopeConfig()
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a Llama-style decoder: pre-norm with RMSNorm, rope, grouped-query attention, gated SiLU."""
+    """A pre-norm decoder: RMSNorm, grouped-query attention, a gated feed-forward; and what a family adds.
+
+    Attributes:
+        layers: one a layer; none: all as `LayerConfig()`, with `rope`.
+        rope: of layers that are not given.
+        activation: of the gate; `gelu_tanh` is GELU by its tanh formula.
+        qkv_bias, attn_out_bias, mlp_bias: these products add one.
+        qk_norm: every query and key head is normalised before rope.
+        post_norms: what attention and feed-forward return is normalised before it is added.
+        embedding_scale: multiplies embeddings.
+        attn_scale: of the scores; 0: 1 / √head_dim.
+        attn_soft_cap, logit_soft_cap: c · tanh(x / c) of scores and logits; 0: none.
+    """
 
     architecture: str
     vocab_size: int
@@ -53,21 +98,32 @@ class DecoderConfig:
     norm_eps: float
     rope: RopeConfig
     tie_embeddings: bool
+    layers: tuple[LayerConfig, ...] = ()
+    activation: Activation = "silu"
+    qkv_bias: bool = False
+    attn_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    attn_scale: float = 0.0
+    attn_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_positions",
+        for name, most in (
+            ("vocab_size", _MOST),
+            ("hidden_size", _MOST),
+            ("intermediate_size", _MOST),
+            ("num_layers", _MOST_LAYERS),
+            ("num_heads", _MOST),
+            ("num_kv_heads", _MOST),
+            ("head_dim", _MOST),
+            ("max_positions", _MOST_POSITIONS),
         ):
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) <= most:
                 raise ModelError(
-                    f"the model's configuration says {name} = {getattr(self, name)}; it must be at least 1"
+                    f"the model's configuration says {name} = {getattr(self, name)}; it must be between 1 and {most}"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
@@ -76,6 +132,13 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"the model's configuration has a head size of {self.head_dim}; rope needs an even one")
+        # Frozen: what was left open is filled in here, once.
+        if not self.layers:
+            object.__setattr__(self, "layers", (LayerConfig(self.rope),) * self.num_layers)
+        if len(self.layers) != self.num_layers:
+            raise ModelError(f"the model's configuration describes {len(self.layers)} of {self.num_layers} layers")
+        if not self.attn_scale:
+            object.__setattr__(self, "attn_scale", self.head_dim**-0.5)
 
     @property
     def q_size(self) -> int:
@@ -96,131 +159,24 @@ class DecoderConfig:
         """Bytes of K and V: 2 × layers × KV heads × head size × tokens × bytes an element."""
         return 2 * self.num_layers * self.kv_size * num_tokens * itemsize
 
+    def beyond_llama(self, max_model_len: int) -> tuple[str, ...]:
+        """What sequences of this length need that a plain Llama does not have, in words.
 
-def from_hf(values: Mapping[str, Any]) -> DecoderConfig:
-    """From the content of a `config.json`.
-
-    Raises:
-        ModelError: an architecture or a feature that is not supported, or a missing or ill-typed value.
-    """
-    architecture = values.get("model_type")
-    _check_architecture(architecture)
-    _refuse(values, "hidden_act", "silu", ("silu", "swish"))
-    for flag in ("attention_bias", "mlp_bias"):
-        _refuse(values, flag, False, (False, None))
-    for key in ("quantization_config", "sliding_window"):
-        _refuse(values, key, None, (None,))
-    hidden_size, num_heads = _int(values, "hidden_size"), _int(values, "num_attention_heads")
-    max_positions = _int(values, "max_position_embeddings")
-    return DecoderConfig(
-        architecture=str(architecture),
-        vocab_size=_int(values, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_int(values, "intermediate_size"),
-        num_layers=_int(values, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=_int(values, "num_key_value_heads", num_heads),
-        head_dim=_int(values, "head_dim", hidden_size // max(num_heads, 1)),
-        max_positions=max_positions,
-        norm_eps=_float(values, "rms_norm_eps", 1e-6),
-        rope=_rope_from_hf(values, max_positions),
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-    )
-
-
-def _rope_from_hf(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    # transformers 5 writes `rope_parameters`; before that it was `rope_theta` beside `rope_scaling`.
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ModelError(f"config.json: the rope parameters must be an object, not {rope!r}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ModelError(f"config.json: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    for where in (values, rope):
-        _refuse(where, "partial_rotary_factor", 1.0, (1, 1.0, None))
-    theta = _float(rope, "rope_theta", _float(values, "rope_theta", 10_000.0))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, type=kind, factor=_float(rope, "factor"))
-    return RopeConfig(
-        theta=theta,
-        type=kind,
-        factor=_float(rope, "factor"),
-        low_freq_factor=_float(rope, "low_freq_factor"),
-        high_freq_factor=_float(rope, "high_freq_factor"),
-        original_max_positions=_int(rope, "original_max_position_embeddings", max_positions),
-    )
-
-
-def from_gguf(values: Mapping[str, Any], *, vocab_size: int, tie_embeddings: bool) -> DecoderConfig:
-    """From GGUF metadata (`general.architecture`, `llama.…`).
-
-    Args:
-        values: key → plain Python value.
-        vocab_size: rows of the embedding, which GGUF does not always state.
-        tie_embeddings: True where the file has no output matrix of its own.
-
-    Raises:
-        ModelError: as `from_hf`.
-    """
-    architecture = values.get("general.architecture")
-    _check_architecture(architecture)
-    own = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{architecture}.")}
-    hidden_size, num_heads = _int(own, "embedding_length"), _int(own, "attention.head_count")
-    head_dim = _int(own, "attention.key_length", hidden_size // max(num_heads, 1))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        _refuse(own, key, head_dim, (head_dim, None))
-    for key in ("expert_count", "attention.sliding_window"):
-        _refuse(own, key, 0, (0, None))
-    kind = own.get("rope.scaling.type", "none")
-    if kind not in ("none", "linear"):
-        raise ModelError(f"GGUF: rope scaling {kind!r} is not supported; supported: none, linear, rope_freqs (llama3)")
-    linear = kind == "linear"
-    return DecoderConfig(
-        architecture=str(architecture),
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=_int(own, "feed_forward_length"),
-        num_layers=_int(own, "block_count"),
-        num_heads=num_heads,
-        num_kv_heads=_int(own, "attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        max_positions=_int(own, "context_length"),
-        norm_eps=_float(own, "attention.layer_norm_rms_epsilon"),
-        rope=RopeConfig(
-            theta=_float(own, "rope.freq_base", 10_000.0),
-            type="linear" if linear else "default",
-            factor=_float(own, "rope.scaling.factor") if linear else 1.0,
-        ),
-        tie_embeddings=tie_embeddings,
-    )
-
-
-def _check_architecture(architecture: object) -> None:
-    if architecture not in ARCHITECTURES:
-        raise ModelError(f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-
-
-def _refuse(values: Mapping[str, Any], key: str, default: object, allowed: tuple[object, ...]) -> None:
-    value = values.get(key, default)
-    if value not in allowed:
-        raise ModelError(f"the model's {key} = {value!r} is not supported; supported: {default!r}")
-
-
-def _int(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = values.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ModelError(f"the model's configuration needs a whole number for {key!r}, not {value!r}")
-    return value
-
-
-def _float(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = values.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ModelError(f"the model's configuration needs a positive number for {key!r}, not {value!r}")
-    return float(value)
+        A window that no sequence reaches is none.
+        """
+        windows = {layer.window for layer in self.layers if 0 < layer.window < max_model_len}
+        ropes = {layer.rope for layer in self.layers}
+        plain_scale = abs(self.attn_scale * self.head_dim**0.5 - 1) < 1e-6
+        named = {
+            f"a sliding window of {' and '.join(map(str, sorted(windows)))} positions": windows,
+            "layers without rope": None in ropes,
+            "several ropes": len(ropes - {None}) > 1,
+            "biases": self.qkv_bias or self.attn_out_bias or self.mlp_bias,
+            "norms of queries and keys": self.qk_norm,
+            "norms after attention and feed-forward": self.post_norms,
+            "GELU": self.activation != "silu",
+            "scaled embeddings": self.embedding_scale != 1,
+            "a scale of its own for attention": not plain_scale,
+            "soft caps": self.attn_soft_cap or self.logit_soft_cap,
+        }
+        return tuple(words for words, needed in named.items() if needed)

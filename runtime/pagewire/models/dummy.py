@@ -16,7 +16,9 @@ from pagewire.models.weights import DecoderWeights, LayerWeights
 SEED: Final = 0
 
 
-def load(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+def load(
+    path: Path, dtype: torch.dtype, device: torch.device, vector_dtype: torch.dtype | None = None
+) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
     """As `safetensors.load`, with weights drawn at random; `path` is a `config.json` or the folder that holds one.
 
     Raises:
@@ -24,11 +26,16 @@ def load(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[DecoderC
     """
     folder = path.parent if path.is_file() else path
     config = safetensors.read_config(folder)
-    return config, random_weights(config, dtype, device=device), safetensors.eos_ids(folder)
+    return config, random_weights(config, dtype, device=device, vector_dtype=vector_dtype), safetensors.eos_ids(folder)
 
 
 def random_weights(
-    config: DecoderConfig, dtype: torch.dtype, *, seed: int = SEED, device: torch.device | str = "cpu"
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    *,
+    seed: int = SEED,
+    device: torch.device | str = "cpu",
+    vector_dtype: torch.dtype | None = None,
 ) -> DecoderWeights:
     """The same weights for the same seed and kind of device.
 
@@ -41,8 +48,11 @@ def random_weights(
             0, 1 / math.sqrt(columns), generator=generator
         )
 
-    def norm() -> Tensor:
-        return torch.ones(config.hidden_size, dtype=dtype, device=device)
+    def norm(*shape: int) -> Tensor:
+        return torch.ones(shape or (config.hidden_size,), dtype=vector_dtype or dtype, device=device)
+
+    def bias(size: int) -> Tensor:
+        return torch.empty(size, dtype=vector_dtype or dtype, device=device).normal_(0, 0.1, generator=generator)
 
     embedding = matrix(config.vocab_size, config.hidden_size)
     layers = [
@@ -53,6 +63,13 @@ def random_weights(
             mlp_norm=norm(),
             gate_up=matrix(2 * config.intermediate_size, config.hidden_size),
             down=matrix(config.hidden_size, config.intermediate_size),
+            qkv_bias=bias(config.q_size + 2 * config.kv_size) if config.qkv_bias else None,
+            attn_out_bias=bias(config.hidden_size) if config.attn_out_bias else None,
+            gate_up_bias=bias(2 * config.intermediate_size) if config.mlp_bias else None,
+            down_bias=bias(config.hidden_size) if config.mlp_bias else None,
+            qk_norm=norm(config.num_heads + config.num_kv_heads, config.head_dim) if config.qk_norm else None,
+            post_attn_norm=norm() if config.post_norms else None,
+            post_mlp_norm=norm() if config.post_norms else None,
         )
         for _ in range(config.num_layers)
     ]

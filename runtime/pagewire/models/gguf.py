@@ -1,6 +1,6 @@
 """Reads a GGUF file: metadata, and tensors dequantised one by one by the `gguf` package.
 
-llama.cpp's converter reorders the rows of the query and key projections of Llama models, so that rope turns neighbouring
+llama.cpp's converter reorders the rows of the query and key projections of some architectures, so that rope turns neighbouring
 dimensions; here rope turns dimension i with i + head_dim / 2, as in the original checkpoints, and `read_into` undoes the
 reordering. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -8,6 +8,7 @@ reordering. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import math
+import mmap
 from pathlib import Path
 from typing import Final
 
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 
 from pagewire.errors import ModelError
-from pagewire.gguf_header import TensorInfo, read_header
-from pagewire.models import config as configs
+from pagewire.gguf_header import read_header
 from pagewire.models.config import DecoderConfig
-from pagewire.models.weights import DecoderWeights, TensorNames, assemble
+from pagewire.models.gguf_config import PERMUTED, check_extents, from_gguf, num_bytes
+from pagewire.models.weights import DecoderWeights, TensorNames, assemble, bias_of
 
 NAMES: Final = TensorNames(
     embedding="token_embd.weight",
@@ -36,6 +37,10 @@ NAMES: Final = TensorNames(
     gate="blk.{}.ffn_gate.weight",
     up="blk.{}.ffn_up.weight",
     down="blk.{}.ffn_down.weight",
+    q_norm="blk.{}.attn_q_norm.weight",
+    k_norm="blk.{}.attn_k_norm.weight",
+    post_attn_norm="blk.{}.post_attention_norm.weight",
+    post_mlp_norm="blk.{}.post_ffw_norm.weight",
 )
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _EOS_KEYS: Final = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
@@ -53,30 +58,22 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        header = read_header(path)
-        self.metadata = header.metadata
-        self._tensors = header.tensors
-        # A plain view: slices of a `numpy.memmap` cost several times as much.
-        self._bytes: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        self.header = read_header(path)
+        self.metadata = self.header.metadata
+        self._tensors = self.header.tensors
+        check_extents(path, self.header)
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._reordered: dict[str, int] = {}  # name → heads
-        for name, info in self._tensors.items():
-            if info.offset + self._num_bytes(name, info) > self._bytes.size:
-                raise ModelError(f"{path} is truncated: tensor {name} lies beyond its end; get the file again")
 
     def read_config(self) -> DecoderConfig:
         """The decoder that the metadata describes."""
-        embedding = self.shape(NAMES.embedding)
-        config = configs.from_gguf(
-            self.metadata,
-            vocab_size=embedding[0] if embedding else 1,  # without one `assemble` will say so
-            tie_embeddings=NAMES.lm_head not in self._tensors,
-        )
-        for name in self._tensors:
-            if name.endswith(".bias"):
-                raise ModelError(f"{self.path} has biases ({name}), which are not supported")
-        for i in range(config.num_layers):
-            self._reordered[NAMES.q.format(i)] = config.num_heads
-            self._reordered[NAMES.k.format(i)] = config.num_kv_heads
+        config = from_gguf(self.header)
+        if config.architecture in PERMUTED:
+            for i in range(config.num_layers):
+                for name, heads in ((NAMES.q.format(i), config.num_heads), (NAMES.k.format(i), config.num_kv_heads)):
+                    self._reordered[name] = self._reordered[bias_of(name)] = heads
         return config
 
     def eos_ids(self) -> tuple[int, ...]:
@@ -95,13 +92,23 @@ class GGUFFile:
         num_heads = self._reordered.get(name)
         if num_heads:
             # [heads, pair, which of the pair, in] → [heads, which, pair, in]
-            values = values.view(num_heads, -1, 2, values.shape[-1]).transpose(1, 2).reshape(values.shape)
+            inner = values.shape[1] if values.ndim == 2 else 1
+            values = values.view(num_heads, -1, 2, inner).transpose(1, 2).reshape(values.shape)
         out.copy_(values)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Take a tensor's pages out of the process; those that all tensors were read from would add up to the file."""
+        info = self._tensors[name]
+        begin = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (info.offset + num_bytes(self.path, name, info)) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _dequantise(self, name: str) -> npt.NDArray[np.float32]:
         info = self._tensors[name]
         kind = gguf.GGMLQuantizationType(info.kind)
-        raw = self._bytes[info.offset : info.offset + self._num_bytes(name, info)]
+        raw = self._bytes[info.offset : info.offset + num_bytes(self.path, name, info)]
         if kind in _PLAIN:
             return raw.view({8: "<f8", 4: "<f4", 2: "<f2"}[_type_size(kind)]).astype(np.float32).reshape(info.shape)
         out = np.empty(math.prod(info.shape), np.float32)
@@ -118,25 +125,18 @@ class GGUFFile:
             raise ModelError(f"{self.path}: tensor {name} is quantised as {kind.name}, which cannot be read") from None
         return out.reshape(info.shape)
 
-    def _num_bytes(self, name: str, info: TensorInfo) -> int:
-        try:
-            block_size, type_size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.kind)]
-        except (ValueError, KeyError):
-            raise ModelError(f"{self.path}: tensor {name} is of unknown type {info.kind}") from None
-        if not info.shape or info.shape[-1] % block_size:
-            raise ModelError(f"{self.path}: tensor {name} of shape {info.shape} is no whole number of quantised blocks")
-        return math.prod(info.shape) // block_size * type_size
 
-
-def load(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
-    """Configuration, weights and EOS ids of a GGUF file.
+def load(
+    path: Path, dtype: torch.dtype, device: torch.device, vector_dtype: torch.dtype | None = None
+) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+    """Configuration, weights and EOS ids of a GGUF file; see `assemble` for the types.
 
     Raises:
         ModelError: whatever keeps it from being served.
     """
     file = GGUFFile(path)
     config = file.read_config()
-    weights = assemble(config, file, NAMES, dtype, device)
+    weights = assemble(config, file, NAMES, dtype, device, vector_dtype=vector_dtype)
     if file.shape(_ROPE_FACTORS) == (config.head_dim // 2,):
         weights.rope_factors = torch.empty(config.head_dim // 2)
         file.read_into(_ROPE_FACTORS, weights.rope_factors)

@@ -17,7 +17,11 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 
 def load_model(
-    config: ModelConfig, *, auto_dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    config: ModelConfig,
+    *,
+    auto_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    vector_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Load a model.
 
@@ -25,6 +29,7 @@ def load_model(
         config: `path`, `load_format`, `dtype`, `name` and `max_model_len` are read.
         auto_dtype: what `dtype="auto"` means on the caller's device.
         device: where the weights go.
+        vector_dtype: of norms and biases; None: as matrices.
 
     Raises:
         ModelError: the model cannot be served; one line that says why and what to do.
@@ -39,7 +44,7 @@ def load_model(
     if kind == "safetensors" and path.is_file():
         path = path.parent
     dtype = auto_dtype if config.dtype == "auto" else _DTYPES[config.dtype]
-    decoder_config, weights, eos_ids = _LOADERS[kind](path, dtype, torch.device(device))
+    decoder_config, weights, eos_ids = _LOADERS[kind](path, dtype, torch.device(device), vector_dtype)
     if config.max_model_len > decoder_config.max_positions:
         raise ConfigError(
             f"{config.max_model_len} is more than the {decoder_config.max_positions} tokens of this model",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagewire.errors import ModelError
-from pagewire.models import config as configs
 from pagewire.models.config import DecoderConfig
+from pagewire.models.hf_config import from_hf
 from pagewire.models.weights import DecoderWeights, TensorNames, assemble
 
 NAMES: Final = TensorNames(
@@ -29,14 +29,29 @@ NAMES: Final = TensorNames(
     gate="model.layers.{}.mlp.gate_proj.weight",
     up="model.layers.{}.mlp.up_proj.weight",
     down="model.layers.{}.mlp.down_proj.weight",
+    q_norm="model.layers.{}.self_attn.q_norm.weight",
+    k_norm="model.layers.{}.self_attn.k_norm.weight",
+    post_attn_norm="",
+    post_mlp_norm="",
 )
+_POST_NORM_NAMES: Final = replace(
+    NAMES,
+    mlp_norm="model.layers.{}.pre_feedforward_layernorm.weight",
+    post_attn_norm="model.layers.{}.post_attention_layernorm.weight",
+    post_mlp_norm="model.layers.{}.post_feedforward_layernorm.weight",
+)
+_INNER_PREFIXES: Final = ("language_model.model.", "model.language_model.")
+"""Before the names of a text model inside one that also sees, in older and newer checkpoints."""
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _DTYPES: Final = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsFolder:
-    """The tensors of a folder as a `TensorSource`; a context manager, since the files stay mapped.
+    """The tensors of a folder as a `TensorSource`.
+
+    A file is mapped anew for each tensor: the pages read through one mapping stay part of the process for as long as it
+    lives, and would add up to a second copy of the model.
 
     Raises:
         ModelError: no weights in the folder, a missing shard, a truncated or damaged file.
@@ -44,60 +59,69 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._where: dict[str, Any] = {}
-        self._files = ExitStack()
-        try:
-            for path in _shards(folder):
-                self._map(path)
-        except BaseException:
-            self._files.close()
-            raise
-
-    def _map(self, path: Path) -> None:
-        try:
-            file = self._files.enter_context(safe_open(str(path), framework="pt"))
-        except FileNotFoundError:
-            raise ModelError(f"{path} is missing; download the model again") from None
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is truncated or damaged ({error}); download it again") from None
-        self._where.update(dict.fromkeys(file.keys(), file))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
+        self._where: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for path in _shards(folder):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118  (no mapping)
+                    self._where[name] = path
+                    self._shapes[name] = tuple(file.get_slice(name).get_shape())
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """See `TensorSource`."""
-        file = self._where.get(name)
-        return None if file is None else tuple(file.get_slice(name).get_shape())
+        return self._shapes.get(name)
 
     def read_into(self, name: str, out: Tensor) -> None:
         """See `TensorSource`."""
-        file = self._where[name]
-        kind = file.get_slice(name).get_dtype()
-        if kind not in _DTYPES:
-            raise ModelError(f"{self._folder}: tensor {name} is of type {kind}; supported: {', '.join(_DTYPES)}")
-        out.copy_(file.get_tensor(name))
+        with _opened(self._where[name]) as file:
+            kind = file.get_slice(name).get_dtype()
+            if kind not in _DTYPES:
+                raise ModelError(f"{self._folder}: tensor {name} is of type {kind}; supported: {', '.join(_DTYPES)}")
+            out.copy_(file.get_tensor(name))
+
+    def names(self, config: DecoderConfig) -> TensorNames:
+        """How its tensors are called."""
+        names = _POST_NORM_NAMES if config.post_norms else NAMES
+        for prefix in _INNER_PREFIXES:
+            if names.embedding.replace("model.", prefix, 1) in self._where:
+                inner = {field.name: getattr(names, field.name) for field in fields(names)}
+                return TensorNames(**{key: name.replace("model.", prefix, 1) for key, name in inner.items()})
+        return names
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; download the model again") from None
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is truncated or damaged ({error}); download it again") from None
 
 
 def load(
-    folder: Path, dtype: torch.dtype, device: torch.device
+    folder: Path, dtype: torch.dtype, device: torch.device, vector_dtype: torch.dtype | None = None
 ) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
-    """Configuration, weights and EOS ids of a folder.
+    """Configuration, weights and EOS ids of a folder; see `assemble` for the types.
 
     Raises:
         ModelError: whatever keeps it from being served.
     """
-    config = read_config(folder)
-    with SafetensorsFolder(folder) as source:
-        return config, assemble(config, source, NAMES, dtype, device), eos_ids(folder)
+    config, source = read_config(folder), SafetensorsFolder(folder)
+    weights = assemble(
+        config,
+        source,
+        source.names(config),
+        dtype,
+        device,
+        vector_dtype=vector_dtype,
+        norm_offset=1.0 if config.architecture.startswith("gemma") else 0.0,
+    )
+    return config, weights, eos_ids(folder)
 
 
 def read_config(folder: Path) -> DecoderConfig:
     """The decoder that `config.json` describes."""
-    return configs.from_hf(_read_json(folder / "config.json"))
+    return from_hf(_read_json(folder / "config.json"))
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
@@ -139,7 +163,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; a model folder needs it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read ({error}); download it again") from None
     if not isinstance(values, dict):
         raise ModelError(f"{path} must hold an object, not {type(values).__name__}")

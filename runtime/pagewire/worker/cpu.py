@@ -38,6 +38,9 @@ from pagewire.worker.sampler_logprobs import score
 _T = TypeVar("_T")
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
+_DTYPES: Final = (torch.float32, torch.bfloat16)
+"""Of matrices. Everything between products is computed in float32, and so are norms and biases kept."""
+
 _PROMPT_LOGITS: Final = 64
 """Positions whose logits are held at once for prompt log-probabilities."""
 
@@ -75,7 +78,7 @@ class CpuWorker:
         """Load the model off the loop."""
         thread = _start(config)
         try:
-            stepper = await asyncio.wrap_future(thread.submit(lambda: _Stepper(config, load_model(config.model))))
+            stepper = await asyncio.wrap_future(thread.submit(lambda: _Stepper(config, _load(config))))
         except BaseException:
             thread.stop()
             raise
@@ -142,9 +145,11 @@ class _Stepper:
 
     def __init__(self, config: Config, decoder: Decoder) -> None:
         self._decoder = decoder
-        dtype = decoder.weights.embedding.dtype
-        if dtype != torch.float32:
-            raise ConfigError(f"a CPU computes in float32, not in {dtype}", field="model.dtype")
+        if decoder.weights.embedding.dtype not in _DTYPES:
+            raise ConfigError(
+                f"a CPU takes weights in float32 or bfloat16, not in {config.model.dtype}", field="model.dtype"
+            )
+        dtype = torch.float32  # of keys and values, whatever the weights are
         pack_weights(decoder)
         deterministic = config.engine.deterministic
         decoder.tile = TILE if deterministic else None
@@ -298,6 +303,10 @@ def _ranges(starts: Int32Array, num: Int32Array) -> npt.NDArray[np.int64]:
     first = np.cumsum(num) - num
     positions: npt.NDArray[np.int64] = np.arange(int(num.sum()), dtype=np.int64) + np.repeat(starts - first, num)
     return positions
+
+
+def _load(config: Config) -> Decoder:
+    return load_model(config.model, vector_dtype=torch.float32)
 
 
 def _start(config: Config) -> ComputeThread:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from pagewire.errors import ConfigError
@@ -36,15 +37,24 @@ def pack_weights(decoder: Decoder) -> None:
 
     The embedding stays, since rows are looked up in it; tied to the output it then exists twice.
     """
-    operators = _operators()
-    if operators is None or decoder.weights.lm_head.is_mkldnn:  # packed for an earlier worker
+    head = decoder.weights.lm_head
+    operators = _operators(head.dtype)
+    if operators is None or head.is_mkldnn:  # packed for an earlier worker
         return
     reorder, multiply = operators
     for layer in decoder.weights.layers:
         for name in ("qkv", "attn_out", "gate_up", "down"):
             setattr(layer, name, reorder(getattr(layer, name), _PACK_FOR))
     decoder.weights.lm_head = reorder(decoder.weights.lm_head, _PACK_FOR)
-    decoder.project = lambda x, weight: multiply(x, weight, None, "none", [], "")
+    if head.dtype == torch.float32:
+        decoder.project = lambda x, weight, bias: multiply(x, weight, bias, "none", [], "")
+        return
+
+    def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = multiply(x.to(head.dtype), weight, None, "none", [], "").float()
+        return product if bias is None else product.add_(bias)
+
+    decoder.project = project
 
 
 def check_place_invariance(decoder: Decoder) -> None:
@@ -55,19 +65,19 @@ def check_place_invariance(decoder: Decoder) -> None:
     """
     config, layer = decoder.config, decoder.weights.layers[0]
     generator = torch.Generator().manual_seed(0)
-    for weight, width in (
-        (layer.qkv, config.hidden_size),
-        (layer.attn_out, config.q_size),
-        (layer.gate_up, config.hidden_size),
-        (layer.down, config.intermediate_size),
-        (decoder.weights.lm_head, config.hidden_size),
+    for weight, bias, width in (
+        (layer.qkv, layer.qkv_bias, config.hidden_size),
+        (layer.attn_out, layer.attn_out_bias, config.q_size),
+        (layer.gate_up, layer.gate_up_bias, config.hidden_size),
+        (layer.down, layer.down_bias, config.intermediate_size),
+        (decoder.weights.lm_head, None, config.hidden_size),
     ):
         token = torch.randn(width, generator=generator)
         seen = []
         for place in range(TILE):
             x = torch.randn(TILE, width, generator=generator)
             x[place] = token
-            seen.append(decoder.project(x, weight)[place])
+            seen.append(decoder.project(x, weight, bias)[place])
         if not all(torch.equal(seen[0], other) for other in seen):
             raise ConfigError(
                 "this build of PyTorch multiplies a token differently at different places of a tile",
@@ -75,13 +85,13 @@ def check_place_invariance(decoder: Decoder) -> None:
             )
 
 
-def _operators() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def _operators(dtype: torch.dtype = torch.float32) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     if not torch.backends.mkldnn.is_available():
         return None
     try:
         reorder, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
-        weight = torch.arange(6.0).view(3, 2)
-        x = torch.ones(2, 2)
+        weight = torch.arange(6.0).view(3, 2).to(dtype)
+        x = torch.ones(2, 2, dtype=dtype)
         works = torch.equal(multiply(x, reorder(weight, _PACK_FOR), None, "none", [], ""), linear(x, weight))
     except (AttributeError, RuntimeError, NotImplementedError):
         return None

@@ -27,10 +27,12 @@ from torch import Tensor
 from pagewire.models.config import DecoderConfig
 from pagewire.step.step import NULL_BLOCK, Int32Array
 from pagewire.worker.kv_memory import KVMemory
+from pagewire_kernels import cpu
 
 TILE: Final = 4
 SPLIT: Final = 128
 """A multiple of TILE and of every block size, so that a tile's last keys all lie in one split."""
+_PAST: Final = -1e30
 
 
 @dataclass(slots=True)
@@ -40,8 +42,7 @@ class _Tile:
     first: int  # among the step's tokens
     last: int
     offset: int  # of the first one in the tile
-    splits: list[Tensor]  # see KVMemory.gather_index; in order
-    mask: Tensor  # [TILE × group, SPLIT], for the last split
+    splits: list[tuple[Tensor, Tensor | None]]  # see KVMemory.gather_index; in order, with [TILE × group, SPLIT] to add
 
 
 class SplitAttention:
@@ -50,39 +51,42 @@ class SplitAttention:
     def __init__(self, config: DecoderConfig, memory: KVMemory) -> None:
         self._memory = memory
         self._heads, self._group, self._dim = config.num_kv_heads, config.group_size, config.head_dim
-        self._scale = 1 / math.sqrt(config.head_dim)
+        self._scale, self._cap = config.attn_scale, config.attn_soft_cap
         ahead = torch.arange(SPLIT)[None, :] > torch.arange(SPLIT).repeat_interleave(self._group)[:, None]
         diagonal = torch.zeros(ahead.shape).masked_fill_(ahead, -math.inf)
         self._masks = diagonal.split(TILE * self._group)  # by the tile's place in its split
+        self._windows = [layer.window for layer in config.layers]
+        self._past: dict[tuple[int, int], Tensor] = {}
         self._num_tokens = 0
-        self._tiles: list[_Tile] = []
+        self._tiles: dict[int, list[_Tile]] = {}  # by the layer's window
 
     def prepare(self, tables: Int32Array, starts: Int32Array, num_tokens: Int32Array, num_decode: int) -> None:
         """See `PagedAttention`; decode is a chunk of one."""
         del num_decode
         self._memory.prepare_write(tables, starts, num_tokens)
         self._num_tokens = int(num_tokens.sum())
-        self._tiles, first = [], 0
+        self._tiles = {window: [] for window in self._windows}
+        first = 0
         for table, start, num in zip(tables, starts.tolist(), num_tokens.tolist(), strict=True):
             splits = self._splits(table, start + num)
             for begin in range(start // TILE * TILE, start + num, TILE):
                 position, end = max(begin, start), min(begin + TILE, start + num)
-                self._tiles.append(
-                    _Tile(
-                        first=first + position - start,
-                        last=first + end - start,
-                        offset=position - begin,
-                        splits=splits[: begin // SPLIT + 1],
-                        mask=self._masks[begin % SPLIT // TILE],
+                for window, tiles in self._tiles.items():
+                    tiles.append(
+                        _Tile(
+                            first=first + position - start,
+                            last=first + end - start,
+                            offset=position - begin,
+                            splits=self._seen(splits, begin, window),
+                        )
                     )
-                )
             first += num
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `pagewire.models.decoder.Attend`. Tokens past the prepared ones are padding: their output is zero."""
         self._memory.write(layer, k[: self._num_tokens], v[: self._num_tokens])
         out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
-        for tile in self._tiles:
+        for tile in self._tiles[self._windows[layer]]:
             out[tile.first : tile.last] = self._attend(layer, q[tile.first : tile.last], tile)
         return out
 
@@ -94,11 +98,13 @@ class SplitAttention:
         queries[tile.offset : end] = q.view(-1, heads, group, dim)
         queries = queries.transpose(0, 1).reshape(heads, TILE * group, dim).mul_(self._scale)
         top = total = acc = None
-        for number, split in enumerate(tile.splits):
+        for split, mask in tile.splits:
             k, v = self._memory.gather(layer, split, 1)
             scores = torch.bmm(queries, k[0].transpose(1, 2))
-            if number == len(tile.splits) - 1:
-                scores += tile.mask
+            if self._cap:
+                scores = cpu.soft_cap_(scores, self._cap)
+            if mask is not None:
+                scores += mask
             new_top = scores.amax(dim=-1, keepdim=True)
             if top is not None:
                 new_top = torch.maximum(top, new_top)
@@ -112,6 +118,29 @@ class SplitAttention:
         assert total is not None
         out = acc.div_(total).view(heads, TILE, group, dim).transpose(0, 1)
         return out[tile.offset : end].reshape(q.shape[0], -1)
+
+    def _seen(self, splits: list[Tensor], begin: int, window: int) -> list[tuple[Tensor, Tensor | None]]:
+        """Splits that a tile attends to, with what masks a part of them; `begin` is its first position."""
+        last, first = begin // SPLIT, 0
+        masks: dict[int, Tensor] = {last: self._masks[begin % SPLIT // TILE]}
+        if window:
+            first = max(begin + 1 - window, 0) // SPLIT
+            # The window's edge moves with the queries of a tile, and may cross into a second split.
+            for number in range(first, max(begin + TILE - window, 0) // SPLIT + 1):
+                past = self._past_mask(begin - number * SPLIT, window)
+                masks[number] = masks[number] + past if number in masks else past
+        return [(splits[number], masks.get(number)) for number in range(first, last + 1)]
+
+    def _past_mask(self, offset: int, window: int) -> Tensor:
+        """For a tile so far behind a split's begin. Finite: a query may see nothing of a split, but then sees another,
+        beside which what this one gave fades to exactly 0.
+        """
+        mask = self._past.get((offset, window))
+        if mask is None:
+            queries = torch.arange(offset, offset + TILE).repeat_interleave(self._group)[:, None]
+            past = torch.arange(SPLIT)[None, :] <= queries - window
+            mask = self._past[offset, window] = torch.zeros(past.shape).masked_fill_(past, _PAST)
+        return mask
 
     def _splits(self, table: Int32Array, length: int) -> list[Tensor]:
         """What to gather for each split."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from pagewire.errors import ConfigError
 from pagewire.models.decoder import Decoder
 from pagewire.worker.gpu_ops import Ops, Tokens
 
@@ -23,9 +24,14 @@ Attend = Callable[[int, Tensor, Tensor], None]
 
 
 class GpuModel:
-    """A decoder whose weights are on the card."""
+    """A decoder whose weights are on the card.
+
+    Raises:
+        ConfigError: its family needs what is not computed here; it says what.
+    """
 
     def __init__(self, decoder: Decoder, ops: Ops) -> None:
+        check_covered(decoder)
         self.config: Final = decoder.config
         self._weights = decoder.weights
         self._ops = ops
@@ -84,3 +90,17 @@ class GpuModel:
         else:
             # Sums are float32 inside; rounding them to 8 bits would make ties of tokens that differ.
             torch.mm(x, head, out_dtype=torch.float32, out=out)
+
+
+def check_covered(decoder: Decoder) -> None:
+    """Raise for what a CPU computes and a GPU does not.
+
+    Raises:
+        ConfigError: it names architecture and features.
+    """
+    missing = decoder.config.beyond_llama(decoder.max_model_len)
+    if missing:
+        raise ConfigError(
+            f"a GPU does not compute {decoder.config.architecture} yet, which has {', '.join(missing)}; a CPU does",
+            field="model.device",
+        )
