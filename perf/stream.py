@@ -160,7 +160,7 @@ async def measure(num_connections: int, num_steps: int) -> tuple[float, float, f
     # Not multiprocessing: it would fork libzmq's threads away or pickle its arguments.
     reader = subprocess.Popen([sys.executable, __file__, "--read", server.endpoint, raw.url, str(num_connections)])  # noqa: ASYNC220
     try:
-        while len(core.live) < STREAMS:  # noqa: ASYNC110
+        while len(core.live) < STREAMS:
             await asyncio.sleep(0.01)
         await raw.wait(num_connections)
         part = STREAMS // num_connections

@@ -71,6 +71,8 @@ async def _serve(config: Config) -> int:
 
 def _announce(server: Server) -> None:
     print(f"{server.model} is served at {server.url}")
+    if server.http_url:
+        print(f"OpenAI-compatible HTTP at {server.http_url}/v1")
     print('Try, in another terminal:  pagewire chat "Why is the sky blue?"')
     print("Stop with Ctrl-C.", flush=True)
 

@@ -1,0 +1,176 @@
+"""What the HTTP door streams: server-sent events a second and CPU of an event, beside the bare framework in the same run.
+
+A stub engine gives one token to each stream a turn, through `Gateway.on_engine`, as the engine's link would: so an event
+here is the engine's message read, text made of it, JSON and the write. The bare framework sends events of the same size
+that are made already. Readers are raw sockets in another process; CPU is that of the serving process over what it sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from array import array
+
+import http_frameworks
+import uvloop
+from report import Report
+
+from pagewire.config import HttpConfig, ServerConfig
+from pagewire.gateway.gateway import Gateway
+from pagewire.gateway.http.server import HttpServer
+from pagewire.gateway.preparation import Preparation
+from pagewire.text.text_model import TextModel
+from pagewire_client.text.byte_table import ByteTable
+from pagewire_client.text.text_stream import TextStream
+from pagewire_transport.columns import pack
+from pagewire_transport.messages import Accepted, Generate, Tokens, Welcome
+
+ROUNDS = 3
+SECONDS = 1.5
+TABLE = ByteTable(tuple(b" %03d" % i for i in range(1000)))
+MAX_LEN = 2**30
+WELCOME = Welcome(
+    version=1, role="engine", server="stub", model="m", vocab_size=1000, max_model_len=MAX_LEN, max_streams=9999,
+    max_message_bytes=2**24, heartbeat_ms=1000, heartbeat_timeout_ms=10_000,
+)  # fmt: skip
+
+
+class StubEngine:
+    """Takes every request; `turn` gives each stream whose reader keeps up one token."""
+
+    def __init__(self):
+        self.gateway: Gateway | None = None
+        self.streams = array("I")
+        self.step = 0
+
+    def send(self, message):
+        if isinstance(message, Generate):
+            self.streams.append(message.stream)
+            accepted = Accepted(
+                stream=message.stream, request_id="r", seed=1, num_prompt_tokens=1, max_tokens=MAX_LEN - 2
+            )
+            asyncio.get_running_loop().call_soon(self.gateway.on_engine, accepted)
+
+    def turn(self) -> int:
+        num = len(self.streams)
+        tokens = Tokens(
+            streams=self.streams.tobytes(),
+            starts=pack("I", [self.step]) * num,
+            ids=pack("I", [(self.step * 7 + i) % 1000 for i in range(num)]),
+        )
+        self.step += 1
+        self.gateway.on_engine(tokens)
+        return num
+
+
+async def serve(streams: int, port: int) -> None:
+    engine = StubEngine()
+    text = TextModel(
+        tokenizer=None, byte_table=TABLE, prefix_ids=(), suffix_ids=(), bos_id=None, eos_ids=(), chat_renderer=None
+    )
+    preparation = Preparation(encode=lambda text: [1], encode_chat=lambda messages, variables: [1])
+    gateway = Gateway(
+        ServerConfig(),
+        to_engine=engine.send,
+        engine_moves=lambda: True,
+        preparer=preparation,
+        text_stream=lambda stops: TextStream(TABLE, stops),
+    )
+    engine.gateway = gateway
+    gateway.engine_ready(WELCOME)
+    config = HttpConfig(address=f"127.0.0.1:{port}", slow_reader_timeout_ms=600_000)
+    server = HttpServer(config, gateway=gateway, preparation=preparation, text=text)
+    await server.start()
+    print("open", flush=True)
+    while len(engine.streams) < streams:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    clients = list(gateway._clients.values())
+
+    async def turns(seconds: float) -> int:
+        num, end = 0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            # Readers set the pace: what they cannot take would be put together into fewer, longer events.
+            if any(client.connection.num_unsent for client in clients):
+                await asyncio.sleep(0)
+                continue
+            num += engine.turn()
+            await asyncio.sleep(0)
+        return num
+
+    await turns(0.5)
+    cpu, begun = time.process_time(), time.perf_counter()
+    num = await turns(SECONDS)
+    figures = {"events": num, "cpu": time.process_time() - cpu, "wall": time.perf_counter() - begun}
+    print(json.dumps(figures), flush=True)
+
+
+def measure(streams: int) -> dict[str, float]:
+    """One run of the gateway in a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    child = subprocess.Popen(
+        [sys.executable, __file__, "--serve", str(streams), str(port)], stdout=subprocess.PIPE, text=True
+    )
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
+    sockets: list[socket.socket] = []
+    stop = threading.Event()
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "open\n"
+        for _ in range(streams):
+            one = socket.create_connection(("127.0.0.1", port))
+            one.sendall(request % len(body) + body)
+            sockets.append(one)
+        reader = threading.Thread(target=http_frameworks.read_all, args=(sockets, stop))
+        reader.start()
+        figures = json.loads(child.stdout.readline())
+        stop.set()
+        reader.join()
+        return figures
+    finally:
+        stop.set()
+        child.kill()
+        child.wait()
+        for one in sockets:
+            one.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--serve", nargs=2, type=int, metavar=("STREAMS", "PORT"), help=argparse.SUPPRESS)
+    Report.arguments(parser)
+    args = parser.parse_args()
+    if args.serve:
+        uvloop.run(serve(*args.serve))
+        return
+    report = Report("gateway")
+    for streams in (64, 256):
+        runs: dict[str, list[dict[str, float]]] = {"gateway": [], "aiohttp": [], "floor": []}
+        for _ in range(ROUNDS):  # in turns, since a shared machine's speed changes
+            runs["gateway"].append(measure(streams))
+            for name in ("aiohttp", "floor"):
+                runs[name].append(http_frameworks.measure(name, streams))
+        cpu = {name: statistics.median(r["cpu"] / r["events"] for r in of) * 1e6 for name, of in runs.items()}
+        case = f"{streams} streams"
+        report.add(case, "events_per_s", statistics.median(r["events"] / r["wall"] for r in runs["gateway"]), "1/s")
+        report.add(case, "cpu_per_event", cpu["gateway"], "µs")
+        report.add(case, "framework_cpu_per_event", cpu["aiohttp"], "µs")
+        report.add(case, "floor_cpu_per_event", cpu["floor"], "µs")
+        report.add(case, "cpu_ratio", cpu["gateway"] / cpu["aiohttp"])
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
