@@ -7,8 +7,12 @@ import pytest
 from device import expected, next_token
 from harness import BLOCK, Harness
 
+from pagewire.config import SchedulerConfig
 from pagewire.errors import ConfigError, NumericError, Overloaded, PromptTooLong
+from pagewire.request.request import Request
+from pagewire.scheduler.scheduler import Scheduler
 from pagewire.scheduler.sequence import SequenceState
+from pagewire_transport.params import SamplingParams
 
 
 def result(harness: Harness, sequence) -> list[int]:
@@ -407,3 +411,13 @@ class TestLimits:
 
     def test_the_oracle_and_the_device_agree(self):
         assert expected([1, 2], 3, 1) == [next_token([1, 2], 3)]
+
+
+def test_a_worker_may_want_smaller_steps_than_the_configuration_allows():
+    config = SchedulerConfig(max_rows=4, max_step_tokens=512)
+    scheduler = Scheduler(
+        num_blocks=100, block_size=16, max_rows=4, max_model_len=1024, config=config, max_step_tokens=100
+    )
+    ids = np.arange(300, dtype=np.int32)
+    scheduler.submit(Request("r", ids, SamplingParams(max_tokens=4, seed=1), 0), 0)
+    assert [scheduler.plan(0).token_ids.size for _ in range(3)] == [100, 100, 100]

@@ -93,6 +93,7 @@ class EngineCore:
             max_rows=shape.max_rows,
             max_model_len=shape.max_model_len,
             config=config.scheduler,
+            max_step_tokens=shape.max_step_tokens,
             eos_ids=shape.eos_ids,
             prefix_cache=config.cache.prefix_cache,
         )

@@ -58,12 +58,15 @@ class Scheduler:
         config: SchedulerConfig,
         eos_ids: tuple[int, ...] = (),
         prefix_cache: bool = True,
+        max_step_tokens: int | None = None,
     ) -> None:
         if config.max_step_tokens < max_rows:
             raise ConfigError(f"must be at least max_rows ({max_rows})", field="scheduler.max_step_tokens")
         if num_blocks < 2:
             raise ConfigError("KV memory holds no block: give it more bytes", field="cache.kv_bytes")
         self.config = config
+        self.max_step_tokens = min(config.max_step_tokens, max_step_tokens or config.max_step_tokens)
+        """What the configuration allows, or the worker gains from, whichever is less."""
         self.eos_ids = eos_ids
         self.memory = KvMemory(num_blocks, block_size, prefix_cache=prefix_cache)
         self.max_len = min(max_model_len, self.memory.num_usable * block_size)
@@ -185,7 +188,7 @@ class Scheduler:
         everyone = batch.decode_set()
         rows, starts = self._decode_rows(everyone.rows, now_ns)
         in_flight.begin(step, rows)
-        self._prefill(self.config.max_step_tokens - rows.size, now_ns)
+        self._prefill(self.max_step_tokens - rows.size, now_ns)
         if rows.size == 0 and not self._draft.has_chunks:
             in_flight.abandon()
             return None

@@ -20,7 +20,7 @@ from pagewire.step.step import Int32Array, StepPlan
 from pagewire.worker.gpu_device import Device
 from pagewire.worker.gpu_graphs import Batch, DecodeGraphs, Inbox
 from pagewire.worker.gpu_memory import GpuKV, num_blocks_on_card
-from pagewire.worker.gpu_mixed import MixedBatch, MixedGraphs, MixedInbox, Shape
+from pagewire.worker.gpu_mixed import TOKEN_BUCKETS, MixedBatch, MixedGraphs, MixedInbox, Shape
 from pagewire.worker.gpu_model import Attend, GpuModel
 from pagewire.worker.gpu_ops import Chunks, Ops, TritonOps
 from pagewire.worker.gpu_results import Arrival, PromptScores, Results
@@ -78,6 +78,8 @@ class Stepper:
     ) -> None:
         self.device: Final = device
         model, cache, max_rows = decoder.config, config.cache, config.scheduler.max_rows
+        # Larger steps than the largest graph gain nothing: the matrix units are busy with far fewer tokens.
+        self._max_step_tokens = max(min(config.scheduler.max_step_tokens, TOKEN_BUCKETS[-1]), max_rows)
         self._last: _Forward | None = None
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
@@ -107,7 +109,7 @@ class Stepper:
                     forward=self._mixed_forward,
                     sample=self._mixed_sample,
                     max_rows=max_rows,
-                    max_step_tokens=max(config.scheduler.max_step_tokens, max_rows),
+                    max_step_tokens=self._max_step_tokens,
                 )
         device.synchronise()
         self.shape: Final = WorkerShape(
@@ -119,6 +121,7 @@ class Stepper:
             eos_ids=decoder.eos_ids,
             kv_bytes=self.memory.num_bytes,
             model_name=decoder.name,
+            max_step_tokens=self._max_step_tokens,
             kv_format=kv_scales.for_model(cache.kv_scales, model).digest if cache.kv_dtype == "fp8" else "",
         )
 
@@ -324,7 +327,7 @@ class Stepper:
         is_fp8 = cache.kv_dtype == "fp8"
         dtype = torch.float8_e4m3fn if is_fp8 else decoder.weights.embedding.dtype
         scales = kv_scales.for_model(cache.kv_scales, model) if is_fp8 else None
-        max_step_tokens = max(config.scheduler.max_step_tokens, max_rows)
+        max_step_tokens = self._max_step_tokens
 
         def use(num_blocks: int) -> GpuKV:
             memory = GpuKV(

@@ -28,6 +28,8 @@ class WorkerShape:
     model_name: str = ""
     kv_format: str = ""
     """Tells KV from KV of other types and scales; "" for that of the weights' type."""
+    max_step_tokens: int | None = None
+    """Steps of more would gain nothing, or hold the loop; None: as many as the configuration says."""
 
 
 @dataclass(slots=True)
