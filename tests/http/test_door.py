@@ -303,3 +303,55 @@ async def test_metrics_have_the_fields_names(bench):
     from prometheus_client.parser import text_string_to_metric_families
 
     assert len(list(text_string_to_metric_families(page))) > 10
+
+
+async def test_long_prompts_do_not_hold_up_the_loop():
+    """F27: they are read by threads; streams and other requests go on meanwhile."""
+
+    def slow(text):
+        time.sleep(0.3)
+        return list(text.encode())
+
+    async with serving() as bench:
+        bench.preparation._encode = slow
+        bench.engine.pause_s = 0.002
+        loop, gaps = asyncio.get_running_loop(), []
+        asking = [asyncio.create_task(bench.complete("x" * 900)) for _ in range(8)]
+        bodies = asyncio.gather(*asking)
+        while not bodies.done():
+            before = loop.time()
+            await asyncio.sleep(0.001)
+            gaps.append(loop.time() - before)
+        await bodies
+        gaps.sort()
+        assert len(gaps) > 200
+        assert gaps[len(gaps) // 2] < 0.01
+        assert gaps[-1] < 0.25  # one of the threads' naps would be more
+
+
+async def test_many_requests_leave_nothing_behind():
+    """F17: requests that succeed, fail, are refused, and whose clients leave."""
+    async with serving() as bench:
+        for i in range(300):
+            kind = i % 4
+            if kind == 0:
+                await bench.chat(max_tokens=2)
+            elif kind == 1:
+                await bench.events(CHAT, {**HI, "max_tokens": 2})
+            elif kind == 2:
+                await bench.post(CHAT, {**HI, "temperature": -1})
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.002):
+                        await bench.chat()
+        await bench.idle()
+        async with asyncio.timeout(2):
+            while bench.server._busy or len(bench.server._idle_since) > len(bench.server._server.connections):
+                await asyncio.sleep(0.01)  # looked through four times a second
+        assert bench.server.meters.num_open == 0
+
+
+async def test_a_key_file_that_is_missing_refuses_to_start(tmp_path):
+    with pytest.raises(ConfigError):
+        async with serving(api_key_file=str(tmp_path / "none")):
+            pass
