@@ -1,6 +1,6 @@
 """Decode on a card: what a client in another process sees, and what the card itself takes for a step.
 
-    python perf/decode.py [--json] [--streams 1 32 128 256 512] [--kernels] [--no-engine] [--no-card]
+    python perf/decode.py [--json] [--model 8b] [--streams 1 32 128 256 512] [--kernels] [--no-engine] [--no-card]
 
 First the card alone: the worker's CUDA graphs replayed back to back over a pool of random KV (`card_step`; with `--kernels`
 also where that time goes). Then the whole way: an engine process, a client in this one over ZeroMQ, random weights,
@@ -17,32 +17,72 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from processes import engine_process
 from report import Report
-from workload import LLAMA_8B, decode_only
+from workload import LLAMA_8B, SLICE_70B, decode_only
 
 from pagewire.config import Config, from_mapping
 from pagewire_client import connect
 
-CONTEXT, STEPS = 512, 200
-VLLM = {1: (4.86, 205), 32: (5.74, 5_552), 128: (8.44, 14_984), 256: (13.2, 18_580), 512: (25.2, 20_191)}
-"""vLLM 0.26 on one H200: streams → ITL p50 in ms, tokens a second."""
+STEPS = 200
 
 
-def case_of(streams: int) -> str:
-    """As in `targets.toml`."""
-    return f"8b bf16/bf16 {streams}x0.6k"
+@dataclass(frozen=True)
+class Subject:
+    """A model and the type of its KV.
+
+    Attributes:
+        name: of its cases in `targets.toml`, the streams left out.
+        context: tokens of each prompt.
+        vllm: vLLM 0.26 on one H200: streams → ITL p50 in ms, tokens a second.
+    """
+
+    name: str
+    model: dict[str, object]
+    kv_dtype: str
+    context: int
+    vllm: dict[int, tuple[float, int]]
+
+    def case(self, streams: int) -> str:
+        """As in `targets.toml`."""
+        return f"{self.name} {streams}x{(self.context + STEPS // 2) / 1000:.1f}k"
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(str(self.model["vocab_size"]))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of K and V in all layers."""
+        layers, heads, head_dim = (
+            int(str(self.model[key])) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim")
+        )
+        return 2 * layers * heads * head_dim * (1 if self.kv_dtype == "fp8" else 2)
 
 
-def config_of(folder: Path, *, max_rows: int, kv_bytes: int = 0) -> Config:
+SUBJECTS = {
+    "8b": Subject(
+        "8b bf16/bf16", LLAMA_8B, "auto", 512,
+        {1: (4.86, 205), 32: (5.74, 5_552), 128: (8.44, 14_984), 256: (13.2, 18_580), 512: (25.2, 20_191)},
+    ),
+    "8b-fp8-kv": Subject("8b bf16/fp8", LLAMA_8B, "fp8", 512, {}),
+    "slice70b": Subject(
+        "slice70b bf16/fp8", SLICE_70B, "fp8", 1024, {1: (7.71, 129), 512: (22.7, 22_431)}
+    ),
+}  # fmt: skip
+
+
+def config_of(folder: Path, *, max_rows: int, kv_bytes: int = 0, kv_dtype: str = "auto") -> Config:
     """The model of random weights in `folder`, served on the card."""
     return from_mapping({
         "model": {"path": str(folder), "load_format": "dummy", "device": "cuda", "max_model_len": 8192},
-        "cache": {"kv_bytes": kv_bytes, "prefix_cache": False},
+        "cache": {"kv_bytes": kv_bytes, "kv_dtype": kv_dtype, "prefix_cache": False},
         "scheduler": {"max_rows": max_rows, "max_step_tokens": 8192},
         "server": {"bind": f"ipc://{folder}/engine.sock"},
     })  # fmt: skip
@@ -51,7 +91,7 @@ def config_of(folder: Path, *, max_rows: int, kv_bytes: int = 0) -> Config:
 # ---- the card alone ------------------------------------------------------------------------------------------------------
 
 
-def measure_card(report: Report, folder: Path, streams: list[int], *, with_kernels: bool) -> None:
+def measure_card(report: Report, subject: Subject, folder: Path, streams: list[int], *, with_kernels: bool) -> None:
     """Step times without scheduler and sockets, and what loading takes."""
     import torch
 
@@ -59,28 +99,30 @@ def measure_card(report: Report, folder: Path, streams: list[int], *, with_kerne
     from pagewire.worker.gpu_device import CudaDevice
     from pagewire.worker.gpu_stepper import Stepper, triton_ops
 
-    length = CONTEXT + STEPS // 2
+    length = subject.context + STEPS // 2
     tokens = max(streams) * (length + 16) + 16
-    config = config_of(folder, max_rows=max(streams), kv_bytes=tokens * 131_072 // 16 * 16)
+    config = config_of(
+        folder, max_rows=max(streams), kv_bytes=tokens * subject.kv_bytes_per_token, kv_dtype=subject.kv_dtype
+    )
     device = CudaDevice()
     begun = time.perf_counter()
     with torch.inference_mode():
         decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device)
         torch.cuda.synchronize()
-        report.add("8b", "weights_ready", time.perf_counter() - begun, "s")
+        report.add(subject.name, "weights_ready", time.perf_counter() - begun, "s")
         stepper = Stepper(config, decoder, device, triton_ops, with_graphs=True)
-        report.add("8b", "graphs_ready", time.perf_counter() - begun, "s")
-        for pool in (*stepper.memory.keys, *stepper.memory.values):
-            pool.normal_()  # zeros would be faster than what is real
+        report.add(subject.name, "graphs_ready", time.perf_counter() - begun, "s")
+        for pool in (*stepper.memory.keys, *stepper.memory.values):  # zeros would be faster than what is real
+            pool.copy_(torch.randn(pool.shape, dtype=torch.bfloat16, device=pool.device))
         torch.cuda.synchronize()
         for count in streams:
-            _measure_steps(report, stepper, count, length, with_kernels=with_kernels)
-    report.add("8b", "memory_peak", torch.cuda.max_memory_reserved() / 2**30, "GiB")
+            _measure_steps(report, stepper, subject.case(count), count, length, with_kernels=with_kernels)
+    report.add(subject.name, "memory_peak", torch.cuda.max_memory_reserved() / 2**30, "GiB")
     del stepper, decoder
     torch.cuda.empty_cache()
 
 
-def _measure_steps(report: Report, stepper: Any, count: int, length: int, *, with_kernels: bool) -> None:
+def _measure_steps(report: Report, stepper: Any, case: str, count: int, length: int, *, with_kernels: bool) -> None:
     import torch
 
     from pagewire.step.step import RowJoin, StepPlan
@@ -125,8 +167,8 @@ def _measure_steps(report: Report, stepper: Any, count: int, length: int, *, wit
     begun, num = time.perf_counter(), 100
     host = [step() for _ in range(num)]
     torch.cuda.synchronize()
-    report.add(case_of(count), "card_step", 1e3 * (time.perf_counter() - begun) / num, "ms")
-    report.add(case_of(count), "launch_p50", 1e6 * float(np.median(host)), "µs")
+    report.add(case, "card_step", 1e3 * (time.perf_counter() - begun) / num, "ms")
+    report.add(case, "launch_p50", 1e6 * float(np.median(host)), "µs")
     if with_kernels:
         _show_kernels(count, step)
     empty = StepPlan(1, rows[:0], rows[:0], rows[:0], rows[:0], 0, leaves=rows)
@@ -165,7 +207,7 @@ def _show_kernels(count: int, step: Callable[[], float]) -> None:
 # ---- the whole way -------------------------------------------------------------------------------------------------------
 
 
-async def measure_engine(report: Report, endpoint: str, streams: list[int]) -> None:
+async def measure_engine(report: Report, subject: Subject, endpoint: str, streams: list[int]) -> None:
     """ITL and throughput as a client sees them."""
     async with connect(endpoint) as client:
 
@@ -175,13 +217,13 @@ async def measure_engine(report: Report, endpoint: str, streams: list[int]) -> N
                 if chunk.token_ids:
                     yield len(chunk.token_ids)
 
-        vocab_size = int(LLAMA_8B["vocab_size"])  # type: ignore[call-overload]
-        await decode_only(generate, max(streams), CONTEXT, 8, vocab_size)  # kernels and pools are warm from here on
+        context, vocab_size = subject.context, subject.vocab_size
+        await decode_only(generate, max(streams), context, 8, vocab_size)  # kernels and pools are warm from here on
         for count in streams:
             before = await client.stats()
-            found = await decode_only(generate, count, CONTEXT, STEPS, vocab_size)
+            found = await decode_only(generate, count, context, STEPS, vocab_size)
             after = await client.stats()
-            case, (itl, rate) = case_of(count), VLLM.get(count, (None, None))
+            case, (itl, rate) = subject.case(count), subject.vllm.get(count, (None, None))
             for metric in ("itl_p50", "itl_p99", "itl_max", "step"):
                 report.add(case, metric, found[metric], "ms")
             report.add(case, "throughput", found["throughput"], "tok/s")
@@ -200,24 +242,28 @@ def main() -> None:
     """Both halves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     Report.arguments(parser)
-    parser.add_argument("--streams", type=int, nargs="+", default=list(VLLM), help="how many, a case each")
+    parser.add_argument("--model", choices=list(SUBJECTS), default="8b", help="shape, and type of the KV")
+    parser.add_argument("--streams", type=int, nargs="+", help="how many, a case each")
     parser.add_argument("--kernels", action="store_true", help="say where the card's time goes")
     parser.add_argument("--no-card", action="store_true", help="the engine alone")
     parser.add_argument("--no-engine", action="store_true", help="the card alone")
     arguments = parser.parse_args()
+    subject = SUBJECTS[arguments.model]
+    streams = arguments.streams or list(subject.vllm) or [1, 128, 512]
     report = Report("decode")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        (path / "config.json").write_text(json.dumps(LLAMA_8B))
+        (path / "config.json").write_text(json.dumps(subject.model))
         if not arguments.no_card:
-            measure_card(report, path, arguments.streams, with_kernels=arguments.kernels)
+            measure_card(report, subject, path, streams, with_kernels=arguments.kernels)
         if not arguments.no_engine:
             begun = time.perf_counter()
-            with engine_process(config_of(path, max_rows=max(arguments.streams))) as ready:
-                report.add("8b", "engine_ready", time.perf_counter() - begun, "s")
+            config = config_of(path, max_rows=max(streams), kv_dtype=subject.kv_dtype)
+            with engine_process(config) as ready:
+                report.add(subject.name, "engine_ready", time.perf_counter() - begun, "s")
                 import uvloop
 
-                uvloop.run(measure_engine(report, ready.endpoint, arguments.streams))
+                uvloop.run(measure_engine(report, subject, ready.endpoint, streams))
     report.finish()
 
 
