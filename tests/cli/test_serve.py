@@ -129,7 +129,7 @@ async def test_ctrl_c_is_130_and_open_streams_are_told_at_the_deadline(temporary
 @pytest.mark.parametrize("module", ["pagewire.engine.main", "pagewire.gateway.main"])
 async def test_kill_9_of_a_part_is_1_with_the_reason_and_streams_are_told(temporary, module):
     """F4."""
-    async with _served(temporary, *_tiny(temporary)) as (process, url):
+    async with _served(temporary, *_tiny(temporary), "--restart-max", "0") as (process, url):
         family = _family(process)
         (victim,) = (child for child in family if module in child.cmdline())
         async with pagewire_client.connect(url) as client:
@@ -138,7 +138,7 @@ async def test_kill_9_of_a_part_is_1_with_the_reason_and_streams_are_told(tempor
             victim.kill()
             with pytest.raises(PagewireError) as caught:
                 await asyncio.wait_for(stream.result(), 5)
-            assert caught.value.code == ("engine_failed" if "engine" in module else "connection_lost")
+            assert caught.value.code == ("engine_lost" if "engine" in module else "connection_lost")
         assert await asyncio.wait_for(process.wait(), 10) == 1
         assert "was killed by SIGKILL" in (await process.stderr.read()).decode().splitlines()[-1]
         await _gone(family)

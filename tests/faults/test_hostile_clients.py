@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
-from tests.cli.test_serve import _family, _served, _tiny
+from tests.cli.test_serve import _served, _tiny
 
 import pagewire_client
-from pagewire.errors import EngineFailed
 from pagewire_transport.codec import MAX_MESSAGE_BYTES, decode_server, encode
 from pagewire_transport.messages import Generate, Hello
 
@@ -45,30 +43,3 @@ async def test_prompts_as_large_as_a_message_end_nobody_elses_stream(temporary):
         assert stream._state.error is None
         await stream.aclose()
         assert (await stream.result()).finish_reason == "cancelled", "the engine still has it"
-
-
-async def test_an_engine_that_was_silent_for_a_while_serves_again(temporary):
-    """A stopped machine, a long swap: the gateway gives its streams up, and takes new ones once the engine answers."""
-    beats = ("--heartbeat-ms", "100", "--heartbeat-timeout-ms", "500")
-    async with _served(temporary, *_tiny(temporary), *beats) as (process, url):
-        (engine,) = (child for child in _family(process) if "pagewire.engine.main" in child.cmdline())
-        async with pagewire_client.connect(url) as client:
-            stream = client.generate([1, 2, 3], max_tokens=50_000, ignore_eos=True)
-            await anext(stream)
-            engine.send_signal(signal.SIGSTOP)
-            try:
-                with pytest.raises(EngineFailed):
-                    await asyncio.wait_for(stream.result(), 10)
-                with pytest.raises(EngineFailed):
-                    await client.generate([1], max_tokens=1).result()
-            finally:
-                engine.send_signal(signal.SIGCONT)
-            assert await asyncio.wait_for(_served_again(client), 10) == 3
-
-
-async def _served_again(client) -> int:
-    while True:
-        try:
-            return len((await client.generate([1, 2, 3], max_tokens=3, ignore_eos=True).result()).token_ids)
-        except EngineFailed:
-            await asyncio.sleep(0.05)
