@@ -14,10 +14,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def rms_norm(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    dependent: bool = False,
 ) -> None:
     """Normalise each row.
 
@@ -27,6 +34,7 @@ def rms_norm(
         weight: [n].
         eps: added to the mean of squares.
         residual: [rows, n], contiguous; `x` is added to it first.
+        dependent: launch as a programmatic dependent of the kernel before, and let the one behind come early (Hopper).
     """
     rows, n = x.shape
     if out.shape != x.shape or weight.shape != (n,) or (residual is not None and residual.shape != x.shape):
@@ -47,7 +55,9 @@ def rms_norm(
         N=n,
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
+        DEPENDENT=dependent,
         num_warps=min(max(block // 1024, 1), 16),
+        **({"launch_pdl": True} if dependent else {}),
     )
 
 
@@ -63,7 +73,11 @@ def _rms_norm_kernel(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < N
