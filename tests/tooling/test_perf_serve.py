@@ -148,3 +148,16 @@ def test_the_whole_way():
         assert 0 < found["cpu_client_0"] < 100 > found["cpu_client_1"] > 0
         assert found["cpu_engine"] > found["cpu_engine_loop"] >= 0
         assert found["step_mean"] > 0
+
+
+async def test_decoding_counts_only_while_all_decode(workload):
+    async def generate(prompt, max_tokens):
+        assert len(prompt) == 7
+        for _ in range(max_tokens):
+            await asyncio.sleep(0.01)
+            yield 1
+
+    found = await workload.decode_only(generate, 3, 7, 6, 100)
+    assert 6 <= found["gaps"] <= 3 * 5
+    assert 10 <= found["itl_p50"] <= found["itl_p99"] <= found["itl_max"]
+    assert found["step"] == pytest.approx(1e3 * 3 / found["throughput"])
