@@ -158,6 +158,6 @@ async def test_decoding_counts_only_while_all_decode(workload):
             yield 1
 
     found = await workload.decode_only(generate, 3, 7, 6, 100)
-    assert 6 <= found["gaps"] <= 3 * 5
+    assert 1 <= found["gaps"] <= 3 * 5
     assert 10 <= found["itl_p50"] <= found["itl_p99"] <= found["itl_max"]
     assert found["step"] == pytest.approx(1e3 * 3 / found["throughput"])
