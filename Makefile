@@ -7,6 +7,7 @@ PYTHON   ?= python3
 PIP_ARGS ?=
 PROMPT   ?=
 PYTEST_ARGS ?=
+SOAK_SECONDS ?= 3600
 
 VENV    := .venv
 BIN     := $(VENV)/bin
@@ -39,7 +40,9 @@ format: $(INSTALL) ## let the formatter and the safe fixes loose
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(INSTALL) $(MODEL) ## the long tests: leaks over a million requests, and the like
+soak: $(INSTALL) $(MODEL) ## the long tests: random load for SOAK_SECONDS (an hour), every process killed in every phase, a million requests
+	$(BIN)/python tests/chaos/soak.py --seconds $(SOAK_SECONDS)
+	$(BIN)/python tests/chaos/kill_everything.py
 	$(BIN)/python -m pytest -q -m soak --timeout 3600 $(PYTEST_ARGS)
 
 clean: ## remove the environment and every cache
