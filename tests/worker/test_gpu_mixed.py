@@ -47,7 +47,7 @@ def graphs_of(inbox, seen):
         forward=lambda batch: seen.append(("forward", batch)),
         sample=lambda batch: seen.append(("sample", batch)),
         max_rows=MAX_ROWS,
-        max_step_tokens=2048,
+        max_step_tokens=8192,
     )
 
 
@@ -110,7 +110,8 @@ def test_the_smallest_shape_that_holds_the_step(made):
     assert graphs.shape_for(plan_of([5], [(0, 64)], [0], [])) == Shape(128, 16)
     assert graphs.shape_for(plan_of([], [(0, 1024)], [], [])) == Shape(1024, 16)
     assert graphs.shape_for(plan_of([], [(0, 1025)], [], [])) == Shape(1152, 40)
-    assert graphs.shape_for(plan_of([], [(0, 2049)], [], [])) is None
+    assert graphs.shape_for(plan_of([], [(0, 2049)], [], [])) == Shape(2560, 40)
+    assert graphs.shape_for(plan_of([], [(0, 8193)], [], [])) is None
     assert graphs.shape_for(plan_of([], [(0, 10)], [0] * 41, [])) is None, "more samples than rows"
 
 

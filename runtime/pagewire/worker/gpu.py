@@ -4,8 +4,8 @@
     compute   ── step N ────────────────────┼──────── step N + 1 ───────────┼──
     fetch                                   └ results of N ─▶ event ─▶ the loop asks for it
 
-A step is one copy, a CUDA graph of the forward pass and one of the sampling; but one of more than 2,048 tokens is launched
-kernel by kernel, which holds the loop for some milliseconds. Input tokens never leave the card, so a step may be
+A step is one copy, a CUDA graph of the forward pass and one of the sampling; but one with prompt log-probabilities is
+launched kernel by kernel, which holds the loop for some milliseconds. Input tokens never leave the card, so a step may be
 queued before the one that draws its tokens has run.
 """
 

@@ -27,14 +27,18 @@ from pagewire.step.step import Int32Array, StepPlan
 from pagewire.worker.gpu_device import Device
 from pagewire.worker.gpu_staging import ALIGN, Staging, Words
 
-TOKEN_BUCKETS: Final = (64, 128, 256, 384, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792, 2048)
-"""Close together where padding is dear. Steps of more tokens are launched kernel by kernel."""
+TOKEN_BUCKETS: Final = (
+    64, 128, 256, 384, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792, 2048, 2560, 3072, 4096, 6144, 8192,
+)  # fmt: skip
+"""Close together where padding is dear. Only as many as `max_step_tokens` asks for are captured."""
 MAX_CHUNKS: Final = 64
 """Prompts in one step: more go the other way."""
 _ROW_BUCKETS: Final = (16, 64, 128, 256, 512)
 _LARGE: Final = 1024
 """In steps of more tokens it does not matter much how many rows are empty: fewer graphs will do."""
 _LARGE_ROW_BUCKETS: Final = (256,)
+_HUGE: Final = 2048
+"""Nor at all in steps of more than these."""
 _MAX_DELTAS: Final = 8192
 
 
@@ -69,7 +73,7 @@ def shapes(max_rows: int, max_step_tokens: int) -> list[Shape]:
     out = []
     for tokens in TOKEN_BUCKETS:
         most = min(tokens, max_rows)
-        buckets = _ROW_BUCKETS if tokens <= _LARGE else _LARGE_ROW_BUCKETS
+        buckets = _ROW_BUCKETS if tokens <= _LARGE else _LARGE_ROW_BUCKETS if tokens <= _HUGE else ()
         out += [Shape(tokens, rows) for rows in (*(r for r in buckets if r < most), most)]
         if tokens >= max_step_tokens:
             break

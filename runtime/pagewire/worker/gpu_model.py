@@ -1,9 +1,9 @@
-"""The forward pass on a card: matrix products by cuBLAS, everything between them by fused kernels.
+"""The forward pass on a card: matrix products by cuBLAS or by own kernels, everything between them by fused kernels.
 
-    embedding ─▶ [ norm ─▶ qkv ─▶ rope + KV write ─▶ attend ─▶ attn_out ─▶ + norm ─▶ gate_up ─▶ gate ─▶ down ─▶ + ] × layers
+    embedding ─▶ [ norm ─▶ qkv ─▶ rope + KV write ─▶ attend ─▶ attn_out ─▶ + norm ─▶ gate_up, gate ─▶ down ─▶ + ] × layers
 
-The residual is added where it is next normalised, so a layer is four products and five other launches. For a single token
-the products take norms and gate in, and two other launches remain.
+The residual is added where it is next normalised, so a layer is four products and four other launches, five where the gate is not
+part of the product. For a single token the products take norms in too, and two other launches remain.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from pagewire.errors import ConfigError
 from pagewire.models.decoder import Decoder
@@ -46,13 +44,13 @@ class GpuModel:
         added: Tensor | None = None
         for number, layer in enumerate(weights.layers):
             x = ops.norm(residual, layer.attn_norm) if added is None else ops.norm(added, layer.attn_norm, residual)
-            heads = linear(x, layer.qkv).view(num_tokens, -1, config.head_dim)
+            heads = ops.linear(x, layer.qkv).view(num_tokens, -1, config.head_dim)
             q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
             ops.rope_and_write(number, q, k, v, tokens)
             attended = q.new_empty(q.shape)
             attend(number, attended, q)
-            x = ops.norm(linear(attended.view(num_tokens, -1), layer.attn_out), layer.mlp_norm, residual)
-            added = linear(ops.gate(linear(x, layer.gate_up)), layer.down)
+            x = ops.norm(ops.linear(attended.view(num_tokens, -1), layer.attn_out), layer.mlp_norm, residual)
+            added = ops.linear(ops.linear(x, layer.gate_up, gated=True), layer.down)
         assert added is not None
         return added, residual
 
@@ -84,12 +82,8 @@ class GpuModel:
             out: float32 [S, vocab].
         """
         x = self._ops.norm(added, self._weights.final_norm, residual)
-        head = self._weights.lm_head.t()
-        if x.dtype == torch.float32:
-            torch.mm(x, head, out=out)
-        else:
-            # Sums are float32 inside; rounding them to 8 bits would make ties of tokens that differ.
-            torch.mm(x, head, out_dtype=torch.float32, out=out)
+        # Sums are float32 inside; rounding them to 8 bits would make ties of tokens that differ.
+        self._ops.linear(x, self._weights.lm_head, out=out)
 
 
 def check_covered(decoder: Decoder) -> None:

@@ -1,4 +1,4 @@
-"""The operations of a step that are not matrix products: what the worker asks of kernels, and the Triton kernels for it."""
+"""The operations of a step: what the worker asks of kernels, and the kernels for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pagewire.models.decoder import Decoder
 from pagewire.worker.gpu_memory import GpuKV
 from pagewire.worker.gpu_rows import GpuRows
 from pagewire_kernels import sampling, step_input
-from pagewire_kernels.activation import silu_mul
 from pagewire_kernels.block_copy import BlockPools, copy_blocks
 from pagewire_kernels.kv_write import rope_write_kv
+from pagewire_kernels.linear import linear, scratch_for
 from pagewire_kernels.paged_decode import DecodePlan, DecodeTiling, paged_decode, plan_decode
 from pagewire_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
 from pagewire_kernels.rms_norm import rms_norm
@@ -65,8 +65,8 @@ class Ops(Protocol):
         """RMSNorm; `x` is first added to `residual`, in place, where there is one."""
         ...
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) × up."""
+    def linear(self, x: Tensor, weight: Tensor, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        """The product x Wᵀ; gated: silu(gate) × up of it. `out` may be float32. See `pagewire_kernels.linear`."""
         ...
 
     def linear_of_one(
@@ -152,6 +152,8 @@ class TritonOps:
         self._prefill_plan = self._prefill_plans[0]
         self._pools = BlockPools([pool.view(_WORD_OF[pool.itemsize]) for pool in (*memory.keys, *memory.values)])
         self._scratch = sampling.SampleScratch(max_rows, config.vocab_size, device)
+        self._linear_scratch = scratch_for(device)
+        self._dependent = self._linear_scratch is not None
 
     def set_blocks(self, deltas: Tensor, num_deltas: Tensor) -> None:
         """See `Ops`."""
@@ -185,14 +187,12 @@ class TritonOps:
     def norm(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         """See `Ops`."""
         out = torch.empty_like(x)
-        rms_norm(out, x, weight, self._eps, residual)
+        rms_norm(out, x, weight, self._eps, residual, dependent=self._dependent)
         return out
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
         """See `Ops`."""
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        silu_mul(out, gate_up)
-        return out
+        return linear(x, weight, self._linear_scratch, gated=gated, out=out)
 
     def linear_of_one(
         self,
@@ -227,6 +227,7 @@ class TritonOps:
             self._sin,
             k_scale=memory.k_scales[layer],
             v_scale=memory.v_scales[layer],
+            dependent=self._dependent,
         )
 
     def plan_decode(self, lens: Tensor) -> None:
@@ -248,6 +249,7 @@ class TritonOps:
             table_rows=rows,
             k_scale=memory.k_scales[layer],
             v_scale=memory.v_scales[layer],
+            dependent=self._dependent,
         )
 
     def plan_prefill(self, chunks: Chunks) -> None:
