@@ -8,7 +8,7 @@ A prompt that begins with a command's token does that to the engine which comput
     UNADMITTED  the scheduler raises               SEGV    the process crashes
 
 `model.name` may carry settings: `latency_us=500 load_s=1 light=1 vocab=49152`. `light`: a worker that keeps and checks
-nothing, for long prompts and many requests.
+nothing, for long prompts and many requests. `vocab`: the engine obeys nobody and repeats the prompt; see `echo`.
 """
 
 from __future__ import annotations
@@ -108,9 +108,8 @@ def make_worker(config):
 
 
 def echo(tokens, seed):
-    """The second half repeats the first: a prompt of p tokens is followed by itself, if nothing precedes it."""
-    del seed
-    return int(tokens[0]) if tokens.size == 0 else int(tokens[tokens.size // 2])
+    """Repeats the prompt, given its length as the seed."""
+    return int(tokens[tokens.size - max(1, min(seed, tokens.size))])
 
 
 async def load_worker(config):

@@ -174,6 +174,15 @@ async def test_f33_namespaces_see_nothing_of_each_other(client):
     assert cached == [0, 624, 0, 0, 624]
 
 
+async def test_f30_a_prompt_that_is_cached_up_to_any_offset_gives_the_same_tokens(client):
+    prompt = [50 + i % 7 for i in range(100)]
+    for shared in (0, 15, 16, 17, 47, 48, 95, 96, 99):
+        other = [*prompt[:shared], *([49] * (100 - shared))]
+        for ids in (other, other, prompt):
+            result = await client.generate(ids, max_tokens=5, seed=9, ignore_eos=True, namespace="f30").result()
+            assert result.token_ids == expected(ids, 9, 5), (shared, result.usage)
+
+
 @pytest.mark.parametrize("num", [MAX_LEN - 2, MAX_LEN - 1, MAX_LEN, MAX_LEN + 1])
 async def test_f43_prompts_around_the_limit(client, num):
     stream = client.generate([8] * num, max_tokens=1, seed=1, ignore_eos=True)
