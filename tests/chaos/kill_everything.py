@@ -163,11 +163,12 @@ async def _gets_ready(server: Served) -> bool:
 
 
 async def _serves(server: Served) -> None:
-    """At the same address as ever."""
-    async with asyncio.timeout(40), pagewire_client.connect(server.url, timeout_s=30) as client:
+    """At the same address as ever; until then it refuses and says so."""
+    async with asyncio.timeout(60):
         while True:
             try:
-                result = await client.generate([5, 6, 7], max_tokens=4, ignore_eos=True).result()
+                async with pagewire_client.connect(server.url, timeout_s=30) as client:
+                    result = await client.generate([5, 6, 7], max_tokens=4, ignore_eos=True).result()
             except PagewireError:
                 await asyncio.sleep(0.05)
             else:
