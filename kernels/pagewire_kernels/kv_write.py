@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def rope_write_kv(
@@ -35,6 +36,7 @@ def rope_write_kv(
     eps: float = 1e-6,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    dependent: bool = False,
 ) -> None:
     """Turn q, and write turned K and V to their slots.
 
@@ -54,6 +56,7 @@ def rope_write_kv(
         eps: of the norms.
         k_scale: fp32 [num_kv_heads], for a cache of 8 bits; given together with `v_scale`.
         v_scale: the same for V.
+        dependent: launch as a programmatic dependent of the kernel before, and let the one behind come early (Hopper).
     """
     tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -105,7 +108,9 @@ def rope_write_kv(
         BLOCK_H=block_h,
         HAS_NORM=q_norm is not None,
         HAS_SCALES=k_scale is not None,
+        DEPENDENT=dependent,
         num_warps=4,
+        **({"launch_pdl": True} if dependent else {}),
     )
 
 
@@ -139,7 +144,11 @@ def _rope_write_kv_kernel(
     BLOCK_H: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     Q_SECTIONS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     KV_SECTIONS: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0).to(tl.int64)

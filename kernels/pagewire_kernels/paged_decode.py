@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _LOG2_E = math.log2(math.e)
 
@@ -142,6 +143,7 @@ def paged_decode(
     table_rows: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    dependent: bool = False,
 ) -> None:
     """Attention of one new token a row; rows of length 0 get zeros.
 
@@ -159,6 +161,7 @@ def paged_decode(
         k_scale: fp32 [num_kv_heads], what a stored K is multiplied by; None: 1. Given together with `v_scale`. K and V
             of 8 bits are E4M3, and then q has to fit into fp16.
         v_scale: the same for V.
+        dependent: launch as a programmatic dependent of the kernel before, and let the one behind come early (Hopper).
     """
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
     del num_blocks
@@ -204,8 +207,10 @@ def paged_decode(
         NUM_PROGRAMS=plan.num_programs,
         MERGE=min(32, max(1, t.merge // triton.next_power_of_2(plan.group))),
         OFFSET=tl.int64 if k_cache.numel() >= 2**31 else tl.int32,
+        DEPENDENT=dependent,
         num_warps=t.num_warps,
         num_stages=t.num_stages,
+        **({"launch_pdl": True} if dependent else {}),
     )
 
 
@@ -295,7 +300,11 @@ def _paged_decode_kernel(
     NUM_PROGRAMS: tl.constexpr,
     MERGE: tl.constexpr,
     OFFSET: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     NARROW: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
     pid = tl.program_id(0)
     m = tl.arange(0, BLOCK_M)

@@ -96,14 +96,16 @@ class TorchOps:
             x = residual
         return reference.rms_norm(x, weight, self.decoder.config.norm_eps)
 
-    def gate(self, gate_up):
-        return reference.silu_mul(gate_up)
+    def linear(self, x, weight, *, gated=False, out=None):
+        y = torch.nn.functional.linear(x, weight)
+        y = reference.silu_mul(y) if gated else y
+        return y if out is None else out.copy_(y)
 
     def linear_of_one(self, x, weight, *, norm=None, residual=None, gated=False):
         total = None if residual is None else x + residual
         x = x if total is None else total
         y = torch.nn.functional.linear(x if norm is None else self.norm(x, norm), weight)
-        return (self.gate(y) if gated else y), total
+        return (reference.silu_mul(y) if gated else y), total
 
     def rope_and_write(self, layer, q, k, v, tokens):
         cos, sin = (table[tokens.positions] for table in (self.decoder.cos, self.decoder.sin))
