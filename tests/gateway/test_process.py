@@ -79,11 +79,15 @@ class FakeEngine:
 
 
 @contextlib.asynccontextmanager
-async def gateway_process(folder: Path, engine: FakeEngine, **server):
+async def gateway_process(folder: Path, engine: FakeEngine, *, http: str = "", **server):
     """(process, url of the gateway, the fake engine's door)."""
     door = Door(f"ipc://{folder}/engine.sock", handler=engine, limits=DoorLimits(), on_fault=lambda doing, error: None)
     config = from_mapping(
-        {"model": {"path": str(MODEL)}, "server": {"bind": f"ipc://{folder}/g.sock", "heartbeat_ms": 50, **server}}
+        {
+            "model": {"path": str(MODEL)},
+            "server": {"bind": f"ipc://{folder}/g.sock", "heartbeat_ms": 50, **server},
+            "http": {"address": http},
+        }
     )
     config_out, config_in = os.pipe()
     report_out, report_in = os.pipe()

@@ -36,7 +36,11 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 gguf, folder = Path(sys.argv[1]), sys.argv[2]
 AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32").save_pretrained(folder)
+read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+config = type(read.config)(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
+plain = AutoModelForCausalLM.from_config(config)
+plain.load_state_dict(read.state_dict())
+plain.save_pretrained(folder)
 """
 
 pytestmark = [
@@ -77,7 +81,9 @@ async def serving(model: Path, folder: Path):
     )  # fmt: skip
     try:
         await process.stdout.readline()
-        yield (await process.stdout.readline()).decode().split()[-1]
+        line = (await process.stdout.readline()).decode()
+        assert "HTTP at" in line, line
+        yield line.split()[-1]
     finally:
         process.terminate()
         await process.wait()

@@ -38,6 +38,8 @@ _STATUS: Final[tuple[tuple[type[PagewireError], int, str], ...]] = (
 )
 """The first that fits counts; anything else is a fault of ours, 500."""
 
+_PARAMS: Final = {"prompt_ids": "prompt", "template_kwargs": "chat_template_kwargs"}
+"""Fields of the protocol that a body calls something else."""
 _CONTEXT: Final = "context_length_exceeded"
 
 
@@ -67,8 +69,11 @@ def param_of(field: str | None) -> str | None:
     """What the field is called in the body of an HTTP request."""
     if field is None:
         return None
-    field = field.removeprefix("params.").removeprefix("body.")
-    return {"prompt_ids": "prompt", "template_kwargs": "chat_template_kwargs"}.get(field, field) or None
+    field = field.removeprefix("params.")
+    for inner, outer in _PARAMS.items():
+        if field.startswith(inner):
+            return outer + field.removeprefix(inner)
+    return field or None
 
 
 def error_body(error: PagewireError | HttpRefusal) -> bytes:
