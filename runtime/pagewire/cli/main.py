@@ -25,11 +25,6 @@ from pagewire.errors import ConfigError, InvalidRequest, ModelError, PagewireErr
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
-_NEEDS: Final = frozenset(
-    ("torch", "numpy", "gguf", "tokenizers", "jinja2", "safetensors", "structlog", "uvloop", "tqdm", "huggingface_hub")
-)
-"""What `pip install pagewire` alone leaves out; see pyproject.toml."""
-
 
 class Command(Protocol):
     """What each module `pagewire.cli.<command>` has."""
@@ -52,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return EXIT_USAGE if isinstance(error, ModelError | ConfigError | InvalidRequest) else EXIT_FAILED
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _NEEDS:
+        if error.name is None or error.name.startswith("pagewire"):  # a fault of ours
             raise
         _complain(
             f"`pagewire {namespace.command}` needs {error.name}, which is not installed: pip install 'pagewire[serve]'"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import signal
 import sys
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -18,9 +20,15 @@ from pagewire.config import Config
 from pagewire.errors import ConfigError
 from pagewire.supervisor.server import Server, serve
 
+_CHILDREN_NEED: Final = ("torch", "tokenizers", "jinja2")
+"""Not imported here; without them the engine or the gateway would fail a moment later, with less of a reason."""
+
 
 def run(namespace: argparse.Namespace) -> int:
     """Serve. Exit code 0 after SIGTERM, 130 after Ctrl-C, 1 if the server did not start or a part of it died."""
+    for name in _CHILDREN_NEED:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(name=name)
     config = config_from(namespace)
     if namespace.model is not None:
         if config.model.path:

@@ -11,7 +11,6 @@ import time
 from typing import Final
 
 import structlog
-import uvloop
 
 from pagewire.child import Report, Reporter, failure, keep_beating
 from pagewire.clock import MonotonicClock
@@ -19,6 +18,7 @@ from pagewire.config import Config
 from pagewire.engine.core import EngineCore
 from pagewire.engine.load import load_worker
 from pagewire.engine.server import WireServer
+from pagewire.event_loop import run_loop
 
 _FAREWELL_S: Final = 0.5
 """After the engine failed: time to send the last error messages."""
@@ -36,7 +36,7 @@ def run(config: Config, reporter: Reporter) -> int:
     Raises:
         ModelError, ConfigError: the model cannot be served.
     """
-    code, is_clean = uvloop.run(_serve(config, reporter))
+    code, is_clean = run_loop(_serve(config, reporter))
     if not is_clean:
         # A thread of the worker still computes or hangs; the interpreter would wait for it for ever.
         time.sleep(0.1)  # the log's thread writes its last lines

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import msgspec
 import structlog
-import uvloop
 
 from pagewire.child import Report, Reporter, keep_beating
 from pagewire.config import Config, ServerConfig
 from pagewire.errors import ConfigError, EngineLost, ModelError, PagewireError, UnsupportedFeature
+from pagewire.event_loop import run_loop
 from pagewire.gateway.gateway import Gateway
 from pagewire.gateway.http.server import HttpServer
 from pagewire.gateway.preparation import Preparation
@@ -44,7 +44,7 @@ def run(config: Config, engine_url: str, reporter: Reporter) -> int:
     reporter.loading("tokenizer")
     text = _load_text(config)
     try:
-        return uvloop.run(_serve(config, engine_url, text, reporter))
+        return run_loop(_serve(config, engine_url, text, reporter))
     finally:
         if text is not None and text.chat_renderer is not None:
             text.chat_renderer.close()
@@ -77,6 +77,7 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         config.server,
         to_engine=lambda message: link.send(message),  # noqa: PLW0108  (it is made below)
         engine_moves=lambda: link.is_server_ready,
+        engine_halts=lambda: link.unready,
         preparer=preparation,
         text_stream=None if text is None else lambda stops: TextStream(text.byte_table, stops),
     )

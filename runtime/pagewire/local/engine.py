@@ -24,6 +24,7 @@ from pagewire.engine.core import EngineCore
 from pagewire.engine.health import Health
 from pagewire.engine.load import load_worker
 from pagewire.errors import Cancelled, EngineFailed, InternalError, PagewireError
+from pagewire.hub import with_local_model
 from pagewire.local.feed import Feed, Feeds
 from pagewire.local.options import config_of
 from pagewire.local.text_side import Messages, TextSide, prompt_field
@@ -42,7 +43,7 @@ class Engine:
     """Serves a model on the running loop; weights are computed with in a thread.
 
     Args:
-        model: a GGUF file or a folder in Hugging Face layout.
+        model: a GGUF file, a folder in Hugging Face layout, or a hub id, which is downloaded by `start`.
         config: a whole configuration; its server section matters not here.
         worker: one that is loaded already, instead of what the configuration would load (tests, other devices).
         text: likewise, the text of the model.
@@ -97,6 +98,8 @@ class Engine:
             ModelError, ConfigError: it cannot be served.
         """
         assert self._core is None, "started twice"
+        if self._given_worker is None:
+            self.config = await asyncio.to_thread(with_local_model, self.config)
         loading = asyncio.create_task(self._load_worker(), name="load the worker")
         try:
             self._text = await self._load_text()
