@@ -7,6 +7,8 @@ import json
 import re
 import signal
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUICK = (
     "--restart-backoff-ms", "50", "--restart-max", "100", "--heartbeat-ms", "100", "--heartbeat-timeout-ms", "1500",
-    "--stall-timeout-ms", "500", "--stall-restart-ms", "700",
+    "--stall-timeout-ms", "500", "--stall-restart-ms", "1500", "--http", "127.0.0.1:0",
 )  # fmt: skip
 PROBE = [5, 6, 7]
 
@@ -30,6 +32,7 @@ PROBE = [5, 6, 7]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server():
     async with served(*QUICK) as made:
+        made.http = re.search(r" http=(\S+)", await made.said("event=gateway_ready"))[1]
         yield made
         assert await made.stop() == 0
         assert made.left_over() == []
@@ -58,6 +61,20 @@ async def serves_again(client, timeout_s=15):
                 assert all(error.retry_after_ms for error in refusals if isinstance(error, Unavailable))
                 return
             await asyncio.sleep(0.05)
+
+
+async def ready(server):
+    """(status, body) of `/ready`."""
+
+    def get():
+        try:
+            with urllib.request.urlopen(server.http + "/ready", timeout=5) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    return await asyncio.to_thread(get)
 
 
 async def running(client):
@@ -106,6 +123,12 @@ async def test_f1_a_step_that_never_ends(server, client):
     assert time.monotonic() - begun < 3
     with pytest.raises(Unavailable, match=r"of step \d+"):
         await client.generate(PROBE, max_tokens=1).result()
+    async with asyncio.timeout(3):
+        while (await ready(server))[0] == 200:
+            await asyncio.sleep(0.02)
+    status, said = await ready(server)
+    assert status == 503
+    assert re.search(r"of step \d+", said["reason"]), said
     dump = Path((await server.said("event=decisions_written")).partition("path=")[2].split()[0])
     head, *decisions = [json.loads(line) for line in dump.read_text().splitlines()]
     assert re.search(r"of step \d+", head["reason"])
@@ -139,6 +162,7 @@ async def test_a_gateway_that_dies_comes_back_at_its_address_and_the_engine_live
     await serves_again(client)
     async with pagewire_client.connect(server.url) as newcomer:
         await serves_again(newcomer)
+    assert await ready(server) == (200, {"ready": True}), "at the port that was taken at the start"
     assert server.part("engine") == engine
 
 

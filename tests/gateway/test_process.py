@@ -36,6 +36,7 @@ class FakeEngine:
         self.told: list[Cancel | Finish] = []
         self.is_silent = False
         self.is_ready = True
+        self.unready = "not now"
 
     def welcome(self):
         return Welcome(

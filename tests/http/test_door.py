@@ -203,10 +203,12 @@ async def test_overload_says_when_to_try_again():
 async def test_ready_tells_whether_tokens_can_move(bench):
     assert await bench.get("/ready") == (200, {"ready": True})
     bench.engine_moves = False
-    assert await bench.get("/ready") == (503, {"ready": False})
+    assert await bench.get("/ready") == (503, {"ready": False, "reason": "the engine does not say that tokens move"})
     bench.engine_moves = True
     bench.gateway.engine_lost(EngineFailed("gone"))
-    assert (await bench.get("/ready"))[0] == 503
+    status, said = await bench.get("/ready")
+    assert status == 503
+    assert "no engine serves now" in said["reason"]
     assert (await bench.get("/health"))[0] == 200
     async with bench.session.post(bench.url + CHAT, json=HI) as response:
         assert response.status == 503

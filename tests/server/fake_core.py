@@ -46,7 +46,7 @@ class FakeCore:
         )
         self.worker = SimpleNamespace(shape=shape)
         self.scheduler = SimpleNamespace(max_len=MAX_LEN)
-        self.health = SimpleNamespace(ready=True)
+        self.health = SimpleNamespace(ready=True, reason="")
         self.admission = Admission(vocab_size=VOCAB, max_len=MAX_LEN, clock=self.clock, seed=7)
         self.sinks = []
         self.live: dict[int, Sequence] = {}

@@ -462,9 +462,9 @@ async def test_stats_and_pong():
         assert await client.stats() == {"sequences_running": 0.0}
         with RawPeer(server.endpoint) as peer:
             await peer.hello()
-            server.core.health.ready = False
+            server.core.health.ready, server.core.health.reason = False, "forward of step 7 running for 9.0 s"
             peer.send(Ping(nonce=2**63))
-            assert await peer.read() == Pong(nonce=2**63, ready=False)
+            assert await peer.read() == Pong(nonce=2**63, ready=False, reason="forward of step 7 running for 9.0 s")
 
 
 async def test_nothing_before_hello():

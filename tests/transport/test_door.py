@@ -34,6 +34,7 @@ class Recorder:
         self.streams = set()
         self.shut = None
         self.is_ready = True
+        self.unready = "not now"
 
     def welcome(self):
         if self.shut is not None:

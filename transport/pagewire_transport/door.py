@@ -108,6 +108,11 @@ class Handler(Protocol):
         """For `pong`: new streams would be taken."""
         ...
 
+    @property
+    def unready(self) -> str:
+        """For `pong`: why not. Asked only where they would not."""
+        ...
+
 
 class Connection:
     """One client that said hello.
@@ -295,7 +300,9 @@ class Door:
                 self._on_fault(f"taking a {type(message).__name__}", error)
                 self._refuse(connection, InternalError(f"{type(error).__name__} while taking the message"), stream)
         elif isinstance(message, Ping):
-            connection.try_send(Pong(nonce=message.nonce, ready=self._handler.is_ready))
+            is_ready = self._handler.is_ready
+            reason = "" if is_ready else self._handler.unready
+            connection.try_send(Pong(nonce=message.nonce, ready=is_ready, reason=reason))
         elif isinstance(message, GetStats):
             connection.send(Stats(values=self._handler.stats()))
         elif isinstance(message, Goodbye):

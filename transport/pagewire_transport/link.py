@@ -60,6 +60,8 @@ class Link:
         self.url = url
         self.welcome: Welcome | None = None
         """What the server said of itself; None while there is no connection."""
+        self.unready = ""
+        """Why it is not, as that said."""
         self.is_server_ready = False
         """What the server's last `pong` said, true from its welcome on; False while there is no connection."""
         try:  # before there is a socket, which would be left behind
@@ -177,7 +179,7 @@ class Link:
             self._lost(ConnectionLost(f"the server sent what is no message: {error}"))
             return
         if isinstance(message, Pong):
-            self.is_server_ready = message.ready
+            self.is_server_ready, self.unready = message.ready, message.reason
             return
         if isinstance(message, Welcome):
             self._welcomed(message)
@@ -188,7 +190,7 @@ class Link:
 
     def _welcomed(self, message: Welcome) -> None:
         self.welcome = message
-        self.is_server_ready = True
+        self.is_server_ready, self.unready = True, ""
         self._refusal = None
         self._heartbeat_ms, self._timeout_ms = message.heartbeat_ms, message.heartbeat_timeout_ms
         self._ticker.cancel()

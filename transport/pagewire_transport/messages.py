@@ -240,6 +240,8 @@ class Pong(_FromServer, tag="pong", frozen=True, kw_only=True):
 
     nonce: int = 0
     ready: bool = True
+    reason: str = ""
+    """Why it is not ready."""
 
 
 class Stats(_FromServer, tag="stats", frozen=True, kw_only=True):

@@ -60,6 +60,9 @@ class HasHealth(Protocol):
     @property
     def ready(self) -> bool: ...
 
+    @property
+    def reason(self) -> str: ...
+
 
 class Core(Protocol):
     """What the server asks of the engine's core; see `pagewire.engine.core.EngineCore`."""
@@ -170,6 +173,11 @@ class WireServer:
     def is_ready(self) -> bool:
         """New streams would be taken, and tokens move."""
         return not self._is_draining and self._core.health.ready
+
+    @property
+    def unready(self) -> str:
+        """See `Handler`."""
+        return "the engine is shutting down" if self._is_draining else self._core.health.reason
 
     def welcome(self) -> Welcome:
         """See `Handler`."""

@@ -77,6 +77,7 @@ class Gateway:
         config: of the door.
         to_engine: hands a message to the engine's link, which keeps it if it cannot be sent now, or raises.
         engine_moves: the engine's heartbeat says that tokens move.
+        engine_halts: why it says that they do not.
         preparer: tokenises and renders.
         text_stream: makes the text of one choice, given its stop strings; None: this model has no text here, only ids.
     """
@@ -89,9 +90,11 @@ class Gateway:
         engine_moves: Callable[[], bool],
         preparer: Preparer,
         text_stream: Callable[[tuple[str, ...]], TextStream] | None,
+        engine_halts: Callable[[], str] = lambda: "",
     ) -> None:
         self._config = config
         self._engine_moves = engine_moves
+        self._engine_halts = engine_halts
         self._preparer = preparer
         self._text_stream = text_stream
         self._clients: dict[Peer, Client] = {}
@@ -111,6 +114,13 @@ class Gateway:
     def is_ready(self) -> bool:
         """New streams are taken."""
         return self._refusing is None and self._engine_moves()
+
+    @property
+    def unready(self) -> str:
+        """Why not; for people."""
+        if self._refusing is not None:
+            return self._refusing.message
+        return self._engine_halts() or "the engine does not say that tokens move"
 
     @property
     def has_engine(self) -> bool:

@@ -46,10 +46,11 @@ class Status:
         return _json({"status": "ok"})
 
     async def ready(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
-        """`GET /ready`: requests are taken and tokens move; else 503."""
+        """`GET /ready`: requests are taken and tokens move; else 503 and why not."""
         del request, caller
-        is_ready = self._gateway.is_ready
-        return _json({"ready": is_ready}, status=200 if is_ready else 503)
+        if self._gateway.is_ready:
+            return _json({"ready": True})
+        return _json({"ready": False, "reason": self._gateway.unready}, status=503)
 
     async def metrics(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         """`GET /metrics`, as Prometheus reads it."""
