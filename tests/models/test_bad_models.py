@@ -4,9 +4,11 @@ import json
 import shutil
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.models.conftest import save
+from tests.models.families import FAMILIES, save_family
 from tests.models.gguf_files import write
 
 from pagewire.config import ModelConfig
@@ -238,3 +240,53 @@ class TestDummy:
 
     def test_without_one(self, tmp_path):
         assert "config.json is missing" in refusal(tmp_path, load_format="dummy")
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 70),
+    st.sampled_from([-1, 10**9, 2**31, 2**63, 10**400, -(10**400)]),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(st.integers(-1, 3), max_size=5),
+    st.lists(st.sampled_from(["full_attention", "sliding_attention", "x"]), max_size=5),
+    st.dictionaries(
+        st.sampled_from(["rope_type", "factor", "full_attention", "rope_theta"]), st.integers(), max_size=3
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def configurations(tmp_path_factory):
+    """The content of `config.json` and the weights of each family."""
+    folders = {}
+    for family in FAMILIES:
+        folders[family] = tmp_path_factory.mktemp("whole")
+        save_family(family, folders[family])
+    return {family: (folder, json.loads((folder / "config.json").read_text())) for family, folder in folders.items()}
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_value_in_the_configuration(configurations, data):
+    """It loads, or it is refused in one line that is not long; whatever stands there, and however deep."""
+    folder, values = configurations[data.draw(st.sampled_from(sorted(configurations)))]
+    values = json.loads(json.dumps(values))
+    for _ in range(data.draw(st.integers(1, 3))):
+        where = values
+        key = data.draw(st.sampled_from(sorted(where)))
+        while isinstance(where[key], dict) and where[key] and data.draw(st.booleans()):
+            where = where[key]
+            key = data.draw(st.sampled_from(sorted(where)))
+        where[key] = data.draw(ODD)
+    (folder / "config.json").write_text(json.dumps(values))
+    message = ""
+    try:
+        decoder = load_model(ModelConfig(path=str(folder)))
+        with torch.inference_mode():
+            decoder.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), lambda _layer, q, k, v: q.flatten(1))
+    except (ModelError, ConfigError) as error:
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 500

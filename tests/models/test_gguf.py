@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models.conftest import LINEAR, LLAMA3, save
+from tests.models.families import save_family
 from tests.models.gguf_files import gguf_name, write
 from tests.models.paged import Paged
 from tests.models.test_against_transformers import expected, token_ids
@@ -31,6 +32,56 @@ def test_logits(tmp_path, kind, tied):
     model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in worth.items()}, strict=False)
     ids = token_ids(50)
     assert (logits(tmp_path / "model.gguf", ids) - expected(model, ids)).abs().max() < 1e-4
+
+
+GGUF_FAMILIES = {
+    "llama": {},
+    "llama, yarn": {},
+    "llama, biases": {},
+    "mistral": {},
+    "mistral, no window": {},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "smollm3": {},
+    "gemma2": {"query_pre_attn_scalar": 24},
+    "gemma3": {"query_pre_attn_scalar": 24},
+}
+
+
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_families(tmp_path, family):
+    model = save_family(family, tmp_path / "hf", **GGUF_FAMILIES[family])
+    write(tmp_path / "model.gguf", model)
+    ids = token_ids(120)  # three windows
+    assert (logits(tmp_path / "model.gguf", ids) - expected(model, ids)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_largest_gemmas_scale_by_another_size(tmp_path, family, layers):
+    """llama.cpp knows the 27B models by their number of layers: √(hidden / heads), here √16."""
+    model = save_family(family, tmp_path / "hf", num_hidden_layers=layers, query_pre_attn_scalar=16, layer_types=None)
+    write(tmp_path / "model.gguf", model)
+    assert GGUFFile(tmp_path / "model.gguf").read_config().attn_scale == 0.25
+
+
+@pytest.mark.parametrize("kind", sorted(kind.name for kind in gguf.quants._type_traits))
+def test_every_kind_that_the_package_dequantises(tmp_path, kind):
+    """Random bytes are valid blocks. Read in pieces that end inside a row, it is what the package makes of the whole."""
+    quantised = gguf.GGMLQuantizationType[kind]
+    block_size, type_size = gguf.GGML_QUANT_SIZES[quantised]
+    packed = np.random.default_rng(3).integers(0, 256, (5, 2 * type_size), np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("some.weight", packed, raw_dtype=quantised)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(tmp_path / "model.gguf")
+    got = torch.empty(5, 2 * block_size)
+    with np.errstate(all="ignore"):  # some scales are NaN
+        file.read_into("some.weight", got)
+        want = gguf.quants.dequantize(packed, quantised)
+    assert np.array_equal(got.numpy(), want, equal_nan=True)
 
 
 def test_llama3_factors(tmp_path):
