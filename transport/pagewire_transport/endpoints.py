@@ -236,7 +236,9 @@ def _bind(sock: zmq.Socket[Any], url: str, field: str) -> None:
         sock.bind(url)
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
-            raise ConfigError(f"{url} is in use: another server runs there", field=field) from None
+            raise ConfigError(
+                f"{url} is in use: another server runs there; stop it, or take another address", field=field
+            ) from None
         raise ConfigError(f"cannot listen at {url}: {error.strerror}", field=field) from None
 
 
@@ -274,13 +276,17 @@ class _PathLock:
                     raise
                 os.close(descriptor)
         except BlockingIOError:
-            raise ConfigError(f"ipc://{path} is in use: another server runs there", field=field) from None
+            raise ConfigError(
+                f"ipc://{path} is in use: another server runs there; stop it, or take another address", field=field
+            ) from None
         except OSError as error:
             raise ConfigError(f"cannot listen at ipc://{path}: {error.strerror}", field=field) from None
         lock = cls(path, descriptor)
         if _is_answered(path):  # by a server that takes no such lock
             lock.release()
-            raise ConfigError(f"ipc://{path} is in use: another server runs there", field=field)
+            raise ConfigError(
+                f"ipc://{path} is in use: another server runs there; stop it, or take another address", field=field
+            )
         return lock
 
     def release(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pagewire.cli.model_check import check_gguf, check_has_weights, check_model, gguf_file, read_json
 from pagewire.cli.model_path import model_path
 from pagewire.gguf_header import read_header
+from pagewire.models.config import DecoderConfig
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -18,13 +20,40 @@ def run(namespace: argparse.Namespace) -> int:
     path = model_path(namespace.model)
     file = gguf_file(path)
     if file is None:
-        _print(_folder_facts(path if path.is_dir() else path.parent))
-        check_model(path)
+        facts, check = _folder_facts(path if path.is_dir() else path.parent), partial(check_model, path)
     else:
         header = read_header(file)
-        _print(_gguf_facts(file, header.metadata))
-        check_gguf(file, header)
+        facts, check = _gguf_facts(file, header.metadata), partial(check_gguf, file, header)
+    try:
+        facts |= _decoder_facts(check())
+    finally:
+        _print(facts)
     return 0
+
+
+def _decoder_facts(config: DecoderConfig) -> dict[str, str]:
+    """What sets its family apart; nothing for a plain Llama."""
+    facts = {}
+    windows = [layer.window for layer in config.layers]
+    if any(windows):
+        sizes = " or ".join(f"{window:,}" for window in sorted(set(windows) - {0}))
+        facts["window"] = f"{sizes} tokens in {sum(map(bool, windows))} of {config.num_layers} layers"
+    ropes = {layer.rope for layer in config.layers}
+    scaled = sorted({rope.type for rope in ropes if rope is not None} - {"default"})
+    bases = sorted({rope.theta for rope in ropes if rope is not None})
+    facts["rope"] = ", ".join(["base " + " and ".join(f"{base:,.0f}" for base in bases), *scaled])
+    if None in ropes:
+        facts["rope"] += f"; none in {sum(layer.rope is None for layer in config.layers)} layers"
+    norms = ["queries and keys"] * config.qk_norm + ["after attention and feed-forward"] * config.post_norms
+    if norms:
+        facts["further norms"] = ", ".join(norms)
+    parts = ((config.qkv_bias, "qkv"), (config.attn_out_bias, "attention output"), (config.mlp_bias, "feed-forward"))
+    if biases := [name for has_one, name in parts if has_one]:
+        facts["biases"] = ", ".join(biases)
+    caps = ((config.attn_soft_cap, "attention"), (config.logit_soft_cap, "logits"))
+    if capped := [f"{cap:g} of {name}" for cap, name in caps if cap]:
+        facts["soft caps"] = ", ".join(capped)
+    return facts
 
 
 def _print(facts: Mapping[str, str]) -> None:
@@ -61,6 +90,7 @@ def _gguf_facts(path: Path, pairs: Mapping[str, Any]) -> dict[str, str]:
 def _folder_facts(path: Path) -> dict[str, str]:
     weights = check_has_weights(path)
     config = read_json(path / "config.json")
+    config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     heads = config.get("num_attention_heads")
     has_template = (path / "chat_template.jinja").exists() or (
         (path / "tokenizer_config.json").exists() and "chat_template" in read_json(path / "tokenizer_config.json")

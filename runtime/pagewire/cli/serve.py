@@ -16,6 +16,7 @@ from pagewire import log
 from pagewire.cli.flags import config_from
 from pagewire.cli.model_check import check_model
 from pagewire.cli.model_path import model_name, with_model_here
+from pagewire.cli.progress import stages_shown
 from pagewire.config import Config
 from pagewire.errors import ConfigError
 from pagewire.supervisor.server import Server, serve
@@ -69,8 +70,15 @@ async def _serve(config: Config) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
+    server = Server(config, on_draining=on_draining)
     try:
-        await serve(Server(config, on_draining=on_draining), stop=stop, announce=_announce)
+        async with stages_shown(lambda: server.stages, sys.stderr) as end_of_loading:
+
+            def announce(server: Server) -> None:
+                end_of_loading()
+                _announce(server)
+
+            await serve(server, stop=stop, announce=announce)
     except asyncio.CancelledError:
         if not received:
             raise

@@ -104,6 +104,12 @@ class Server:
         finally:
             await self.close()
 
+    @property
+    def stages(self) -> dict[str, str]:
+        """What each part does that is not ready yet, by its name: `import`, `weights`, …"""
+        parts = (self._engine, self._gateway)
+        return {part.name: part.child.stage for part in parts if part.child is not None and not part.child.is_ready}
+
     async def start(self) -> None:
         """Start both children and wait until both are ready.
 
