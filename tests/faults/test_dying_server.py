@@ -23,7 +23,7 @@ from pagewire.errors import ConnectionLost, Draining, EngineFailed, EngineLost, 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUICK = (
-    "--restart-backoff-ms", "50", "--restart-max", "100", "--heartbeat-ms", "100", "--heartbeat-timeout-ms", "1500",
+    "--restart-backoff-ms", "50", "--restart-max", "100", "--heartbeat-ms", "100", "--heartbeat-timeout-ms", "2000",
     "--stall-timeout-ms", "500", "--stall-restart-ms", "1500", "--http", "127.0.0.1:0",
 )  # fmt: skip
 PROBE = [5, 6, 7]

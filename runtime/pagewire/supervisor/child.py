@@ -94,7 +94,13 @@ class Child:
         output = Output(error_out, name)
         reports = asyncio.StreamReader(_REPORT_LIMIT)
         loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(report_out, "rb", 0))
+        pipe = os.fdopen(report_out, "rb", 0)
+        try:
+            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), pipe)
+        except BaseException:  # cancelled, say: nobody would know the process
+            process.kill()
+            pipe.close()
+            raise
         return cls(name, process, reports, output)
 
     @property
