@@ -77,7 +77,7 @@ def text_model_from_gguf(metadata: Mapping[str, Any], path: str) -> TextModel:
     """The text side of a GGUF file, from its metadata.
 
     Args:
-        metadata: as `read_gguf_metadata` gives it.
+        metadata: of the header.
         path: named in errors.
 
     Raises:

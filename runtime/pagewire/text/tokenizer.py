@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagewire.text.gguf_metadata import read_gguf_metadata
+from pagewire.gguf_header import read_header
 from pagewire.text.gguf_tokenizer import text_model_from_gguf
 from pagewire.text.hf_tokenizer import text_model_from_folder
 from pagewire.text.text_model import TextModel
@@ -19,4 +19,4 @@ def load_text_model(path: str | Path) -> TextModel:
     path = Path(path)
     if path.is_dir():
         return text_model_from_folder(path)
-    return text_model_from_gguf(read_gguf_metadata(path), str(path))
+    return text_model_from_gguf(read_header(path).metadata, str(path))

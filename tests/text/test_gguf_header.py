@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.errors import ModelError
-from pagewire.text.gguf_metadata import read_gguf_metadata
+from pagewire.gguf_header import read_header
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def small(tmp_path_factory):
 
 
 def test_values(small):
-    pairs = read_gguf_metadata(small)
+    pairs = read_header(small).metadata
     assert pairs.pop("general.architecture") == "llama"
     assert pairs == {
         "a.u32": 7,
@@ -51,7 +51,7 @@ def test_values(small):
 
 @pytest.mark.model
 def test_the_demo_file(demo_file):
-    pairs = read_gguf_metadata(demo_file)
+    pairs = read_header(demo_file).metadata
     assert len(pairs) == 33
     assert (pairs["general.architecture"], pairs["llama.block_count"]) == ("llama", 30)
     assert len(pairs["tokenizer.ggml.tokens"]) == len(pairs["tokenizer.ggml.token_type"]) == 49152
@@ -63,7 +63,7 @@ def test_truncated_at_every_byte(small, tmp_path):
     for size in range(last):
         path.write_bytes(data[:size])
         with pytest.raises(ModelError) as caught:
-            read_gguf_metadata(path)
+            read_header(path)
         assert "\n" not in caught.value.message
 
 
@@ -101,15 +101,15 @@ def test_damaged_headers(data, says, tmp_path):
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
     with pytest.raises(ModelError, match=says) as caught:
-        read_gguf_metadata(path)
+        read_header(path)
     assert str(path) in caught.value.message
 
 
 def test_no_such_file_and_no_file_at_all(tmp_path):
     with pytest.raises(ModelError, match="does not exist"):
-        read_gguf_metadata(tmp_path / "none.gguf")
+        read_header(tmp_path / "none.gguf")
     with pytest.raises(ModelError, match="cannot be read"):
-        read_gguf_metadata(tmp_path)
+        read_header(tmp_path)
 
 
 @settings(max_examples=300)
@@ -121,6 +121,6 @@ def test_flipped_bytes_end_in_values_or_a_named_error(small, tmp_path_factory, f
     path = tmp_path_factory.getbasetemp() / "flipped.gguf"
     path.write_bytes(data)
     try:
-        read_gguf_metadata(path)
+        read_header(path)
     except ModelError as error:
         assert str(path) in error.message  # noqa: PT017
