@@ -192,6 +192,7 @@ async def test_overload_says_when_to_try_again():
         async with bench.session.post(bench.url + CHAT, json=HI) as response:
             assert (response.status, response.headers["Retry-After"]) == (429, "1")
             assert (await response.json())["error"]["code"] == "overloaded"
+        assert (await bench.get("/health"))[0] == (await bench.get("/metrics"))[0] == 200
         for task in waiting:
             task.cancel()
         await bench.idle()
@@ -357,3 +358,21 @@ async def test_a_key_file_that_is_missing_refuses_to_start(tmp_path):
     with pytest.raises(ConfigError):
         async with serving(api_key_file=str(tmp_path / "none")):
             pass
+
+
+async def test_bodies_being_read_are_bounded_together():
+    """F50: by what they say they will have, before a byte of them is kept."""
+    async with serving(max_body_bytes=2048, body_timeout_ms=1000) as bench:
+        host, port = bench.url.removeprefix("http://").split(":")
+        head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 2048\r\n\r\n"
+        slow = [await asyncio.open_connection(host, int(port)) for _ in range(16)]
+        for _, writer in slow:
+            writer.write(head)
+        while bench.server.meters.num_open < 16:
+            await asyncio.sleep(0.001)
+        async with bench.session.post(bench.url + "/tokenize", json={"prompt": "x"}) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "1")
+        for _, writer in slow:
+            writer.close()
+        await bench.idle()
+        assert (await bench.post("/tokenize", {"prompt": "x"}))[0] == 200

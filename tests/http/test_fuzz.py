@@ -87,7 +87,7 @@ def asking():
     loop.close()
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(path=st.sampled_from(PATHS), body=_bodies | _values)
 def test_whatever_the_body_no_fault(asking, path, body):
     bench, call = asking

@@ -77,6 +77,7 @@ async def serving(model: Path, folder: Path):
     """The URL of a server's HTTP."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pagewire.cli.main", "serve", str(model), "--http", "127.0.0.1:0", "--bind", f"ipc://{folder}/s",
+        "--kv-bytes", "64MiB", "--max-rows", "8", "--stall-timeout-ms", "60000",
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -117,7 +118,7 @@ async def test_scores_are_those_of_transformers(tmp_path):
             tmp_path,
             "local-completions",
             f"model=model,base_url={url}/completions,tokenizer={model},tokenizer_backend=huggingface,"
-            "tokenized_requests=True,max_retries=1",
+            "tokenized_requests=True,max_retries=3",
         )
     theirs, their_likelihoods = await scores(tmp_path, "hf", f"pretrained={model},dtype=float32,device=cpu")
     print(f"\nover HTTP {ours}, transformers {theirs}")

@@ -14,7 +14,7 @@ from pagewire.errors import Cancelled, EngineFailed
 from pagewire.gateway.gateway import Gateway
 from pagewire.gateway.http import parameters
 from pagewire.gateway.http.answers import StreamedAnswer, WholeAnswer
-from pagewire.gateway.http.body import Caller, read_body
+from pagewire.gateway.http.body import Bodies, Caller
 from pagewire.gateway.http.connection import HttpConnection
 from pagewire.gateway.http.errors import HttpRefusal
 from pagewire.gateway.http.meters import Meters, RequestMeter
@@ -61,22 +61,31 @@ class Completions:
         gateway: whose streams answer.
         preparation: makes token ids of prompts that are echoed.
         vocabulary: names of tokens.
+        bodies: reads them.
         limits: of requests.
         meters: of the door.
     """
 
     def __init__(
-        self, gateway: Gateway, preparation: Preparation, vocabulary: Vocabulary, limits: HttpConfig, meters: Meters
+        self,
+        gateway: Gateway,
+        preparation: Preparation,
+        vocabulary: Vocabulary,
+        *,
+        bodies: Bodies,
+        limits: HttpConfig,
+        meters: Meters,
     ) -> None:
         self._gateway = gateway
         self._preparation = preparation
         self._vocabulary = vocabulary
+        self._bodies = bodies
         self._limits = limits
         self._meters = meters
 
     async def chat(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         """`POST /v1/chat/completions`."""
-        body = await read_body(request, ChatRequest, self._limits)
+        body = await self._bodies.read(request, ChatRequest)
         params = parameters.chat_params(body, self._limits)
         heading = self._heading("chatcmpl-", body, params)
         shape = ChatShape(heading, params.n, self._vocabulary)
@@ -94,7 +103,7 @@ class Completions:
 
     async def complete(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         """`POST /v1/completions`."""
-        body = await read_body(request, CompletionRequest, self._limits)
+        body = await self._bodies.read(request, CompletionRequest)
         params = parameters.completion_params(body, self._limits)
         heading = self._heading("cmpl-", body, params)
         priority, stream = parameters.priority_of(body), parameters.check_stream(body)

@@ -22,7 +22,7 @@ from pagewire.config import HttpConfig
 from pagewire.errors import ConfigError, InternalError, Overloaded, PagewireError
 from pagewire.gateway.gateway import Gateway
 from pagewire.gateway.http.auth import Gate
-from pagewire.gateway.http.body import Caller
+from pagewire.gateway.http.body import Bodies, Caller
 from pagewire.gateway.http.completions import Completions
 from pagewire.gateway.http.errors import HttpRefusal, error_response
 from pagewire.gateway.http.meters import Meters
@@ -65,8 +65,9 @@ class HttpServer:
         self._gate = Gate(KeyFile(config.api_key_file) if config.api_key_file else None)
         self.meters = Meters()
         vocabulary = Vocabulary(None if text is None else text.byte_table)
-        completions = Completions(gateway, preparation, vocabulary, config, self.meters)
-        texts = Texts(gateway, preparation, text, config)
+        bodies = Bodies(config)
+        completions = Completions(gateway, preparation, vocabulary, bodies=bodies, limits=config, meters=self.meters)
+        texts = Texts(gateway, preparation, text, bodies)
         status = Status(gateway, self.meters)
         self._routes: dict[str, tuple[str, _Endpoint]] = {
             "/v1/chat/completions": ("POST", completions.chat),
@@ -153,8 +154,9 @@ class HttpServer:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             caller = self._gate.caller(request)
-            self._check_load()
-            return await self._endpoint(request)(request, caller)
+            endpoint = self._endpoint(request)
+            self._check_load(request)
+            return await endpoint(request, caller)
         except (PagewireError, HttpRefusal) as error:
             return error_response(error)
         except ConnectionError:
@@ -163,8 +165,9 @@ class HttpServer:
             _log.error("http_fault", path=request.path[:100], exc_info=error)
             return error_response(InternalError(f"{type(error).__name__} while answering"))
 
-    def _check_load(self) -> None:
-        if self.meters.num_open > self._config.max_requests:
+    def _check_load(self, request: web.BaseRequest) -> None:
+        """What only looks is answered under any load: probes that are refused would have a busy server restarted."""
+        if request.method == "POST" and self.meters.num_open > self._config.max_requests:
             raise Overloaded(f"{self._config.max_requests} requests are being answered", retry_after_ms=_RETRY_AFTER_MS)
 
     def _endpoint(self, request: web.BaseRequest) -> _Endpoint:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from pagewire.config import HttpConfig
 from pagewire.errors import InvalidRequest, UnsupportedFeature
 from pagewire.gateway.gateway import Gateway
-from pagewire.gateway.http.body import Caller, read_body
+from pagewire.gateway.http.body import Bodies, Caller
 from pagewire.gateway.http.completions import served_model
 from pagewire.gateway.http.parameters import chat_messages
 from pagewire.gateway.http.schema import DetokenizeRequest, TokenizeRequest
@@ -25,19 +24,19 @@ class Texts:
         gateway: says which model is served.
         preparation: encodes, off the loop.
         text: the text side of the model; None: it has none here.
-        limits: of requests.
+        bodies: reads them.
     """
 
-    def __init__(self, gateway: Gateway, preparation: Preparation, text: TextModel | None, limits: HttpConfig) -> None:
+    def __init__(self, gateway: Gateway, preparation: Preparation, text: TextModel | None, bodies: Bodies) -> None:
         self._gateway = gateway
         self._preparation = preparation
         self._text = text
-        self._limits = limits
+        self._bodies = bodies
 
     async def tokenize(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         """`POST /tokenize`: token ids of a prompt, or of messages as the model reads them."""
         del caller
-        body = await read_body(request, TokenizeRequest, self._limits)
+        body = await self._bodies.read(request, TokenizeRequest)
         served_model(self._gateway, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give exactly one of prompt and messages", field="prompt")
@@ -58,7 +57,7 @@ class Texts:
     async def detokenize(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         """`POST /detokenize`: the text of token ids, special ones included."""
         del caller
-        body = await read_body(request, DetokenizeRequest, self._limits)
+        body = await self._bodies.read(request, DetokenizeRequest)
         served_model(self._gateway, body.model)
         if self._text is None:
             raise UnsupportedFeature("this model has no tokenizer here", field="tokens")
