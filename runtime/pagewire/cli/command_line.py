@@ -18,6 +18,7 @@ _COMMANDS: Final = {
     "generate": "continue a text on a running server",
     "chat": "talk with a running server, or ask it one question",
     "batch": "answer a file of requests, offline or on a server; resumes where it stopped",
+    "calibrate": "scales for KV in FP8, from a text",
     "info": "what a model file or folder holds",
     "keys": "make, list and revoke the keys of an HTTP server",
     "demo": "serve the demo model, stream one answer, say how fast it was",
@@ -132,6 +133,10 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         "--interactive", "-i", action="store_true", help="a conversation also from a pipe: each line is a turn"
     )
     _add_batch(of["batch"])
+    of["calibrate"].add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    of["calibrate"].add_argument("--text", metavar="FILE", type=Path, required=True, help="like what it will read")
+    of["calibrate"].add_argument("--tokens", metavar="N", type=int, default=20_000, help="at most (default: 20000)")
+    of["calibrate"].add_argument("--out", metavar="FILE", type=Path, help="default: the model's name + .kv-scales.json")
     of["info"].add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; a hub id is downloaded")
     of["demo"].add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask")
     _add_keys(of["keys"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,6 +11,9 @@ from torch import Tensor
 
 from pagewire.models.decoder import Decoder
 from pagewire.models.kv_scales import KvScales, from_largest
+from pagewire_kernels import reference
+
+_BLOCK = 16
 
 
 def calibrate(decoder: Decoder, texts: Iterable[npt.NDArray[np.int32]]) -> KvScales:
@@ -27,13 +29,27 @@ def calibrate(decoder: Decoder, texts: Iterable[npt.NDArray[np.int32]]) -> KvSca
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for i, x in enumerate((k, v)):
             largest[i, layer] = torch.maximum(largest[i, layer], x.abs().amax(dim=(0, 2)).float())
-        q_, k_, v_ = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q_, k_, v_, is_causal=True, scale=1 / math.sqrt(config.head_dim), enable_gqa=True
+        num_tokens = q.shape[0]
+        out = reference.paged_attention(
+            q,
+            _paged(k),
+            _paged(v),
+            torch.arange(-(-num_tokens // _BLOCK), dtype=torch.int32)[None],
+            torch.tensor([0, num_tokens]),
+            torch.tensor([0]),
+            scale=config.attn_scale,
+            window=config.layers[layer].window,
+            soft_cap=config.attn_soft_cap,
         )
-        return out[0].transpose(0, 1).reshape(q.shape[0], -1)
+        return out.reshape(num_tokens, -1)
 
     with torch.inference_mode():
         for ids in texts:
             decoder.forward(torch.from_numpy(ids.astype(np.int64)), torch.arange(ids.size), attend)
     return from_largest(largest[0].numpy(), largest[1].numpy())
+
+
+def _paged(x: Tensor) -> Tensor:
+    """[T, heads, D] as blocks in order, [blocks, heads, block, D]."""
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % _BLOCK))
+    return padded.view(-1, _BLOCK, *x.shape[1:]).transpose(1, 2).contiguous()
