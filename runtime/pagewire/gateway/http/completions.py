@@ -94,7 +94,7 @@ class Completions:
             messages=parameters.chat_messages(body.messages),
             template_kwargs=body.chat_template_kwargs or {},
             params=params,
-            priority=parameters.priority_of(body),
+            priority=body.priority or 0,
             namespace=caller.namespace,
         )
         length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -106,7 +106,7 @@ class Completions:
         body = await self._bodies.read(request, CompletionRequest)
         params = parameters.completion_params(body, self._limits)
         heading = self._heading("cmpl-", body, params)
-        priority, stream = parameters.priority_of(body), parameters.check_stream(body)
+        priority, stream = body.priority or 0, parameters.check_stream(body)
         prompts = parameters.completion_prompts(body.prompt, self._limits)
         echoes: list[Echo | None] = [None] * (len(prompts) * params.n)
         if body.echo:

@@ -17,7 +17,6 @@ COMPLETION_TOKENS: Final = 16
 """`max_tokens` of a completion that does not say: OpenAI's default, which programs count on. A chat gets all the room."""
 
 _SEED_BITS: Final = 2**63 - 1
-_DEFAULT_MAX_PRIORITY: Final = 100
 
 
 def chat_params(body: ChatRequest, limits: HttpConfig) -> SamplingParams:
@@ -87,18 +86,6 @@ def completion_prompts(prompt: str | list[Any], limits: HttpConfig) -> list[str 
     if len(prompt) > limits.max_prompts:
         raise InvalidRequest(f"holds {len(prompt)} prompts; at most {limits.max_prompts} are taken", field="prompt")
     return [one if isinstance(one, str) else _ids(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
-
-
-def priority_of(body: Sampling) -> int:
-    """The priority asked for.
-
-    Raises:
-        InvalidRequest: out of range.
-    """
-    priority = body.priority or 0
-    if abs(priority) > _DEFAULT_MAX_PRIORITY:
-        raise InvalidRequest("must be from -100 to 100", field="priority")
-    return priority
 
 
 def check_stream(body: Sampling) -> bool:

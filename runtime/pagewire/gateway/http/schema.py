@@ -2,7 +2,8 @@
 
 Unknown fields are ignored: the SDKs send more with every release (`store`, `metadata`, `service_tier`, …), and a client
 that works elsewhere must work here. What changes the answer and cannot be honoured is refused by name instead
-(`parameters.refuse_unsupported`). Ranges of sampling values are those of `SamplingParams`, checked there.
+(`parameters`). Ranges are those of `SamplingParams`, said here too so that the OpenAPI document knows them; what a server
+is configured to take may be less.
 """
 
 from __future__ import annotations
@@ -11,8 +12,20 @@ from typing import Annotated, Any
 
 import msgspec
 
-Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-Ids = Annotated[list[int], msgspec.Meta(max_length=2**22)]
+from pagewire_transport.params import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    StopString,
+    TokenId,
+)
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Top = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
+Ids = Annotated[list[TokenId], msgspec.Meta(max_length=2**22)]
 Scalar = str | int | float | bool | None
 
 
@@ -27,29 +40,34 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     """The name that `/v1/models` tells; the one model there is, where it is left out."""
-    n: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     """Extension. 0 and -1: off."""
-    min_p: float | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
     """Extension."""
-    seed: Int | None = None
-    stop: str | list[str] | None = None
-    logit_bias: dict[str, float] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]], msgspec.Meta(max_length=MAX_LOGIT_BIAS)
+        ]
+        | None
+    ) = None
     """By token id."""
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] | None = None
     """Extension."""
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
     """Extension."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     """Extension."""
     ignore_eos: bool | None = None
     """Extension."""
-    priority: Int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] | None = None
     """Extension. Higher runs first, from -100 to 100."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -75,9 +93,9 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=16_384)]
-    max_completion_tokens: Int | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: Top | None = None
     chat_template_kwargs: Annotated[dict[str, Scalar], msgspec.Meta(max_length=64)] | None = None
     """Extension. Variables of the chat template."""
     tools: list[Any] | None = None
@@ -94,9 +112,9 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
 
     prompt: str | list[Any]
     """A text, several texts, token ids, or several lists of token ids."""
-    logprobs: Int | None = None
+    logprobs: Top | None = None
     echo: bool | None = None
-    best_of: Int | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] | None = None
     suffix: str | None = None
     response_format: dict[str, Any] | None = None
 
