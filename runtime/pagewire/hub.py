@@ -89,15 +89,16 @@ def download(hub_id: HubId) -> Path:
             there is no network and it is not in the cache.
     """
     hub = _library()
-    if hub_id.file:
-        return Path(_asked(hub_id, lambda: hub.hf_hub_download(hub_id.repo, hub_id.file, revision=_revision(hub_id))))
     try:
+        # Asked first also where the file is named: it says at once that there is no network, where a download tries on.
         info = _asked(hub_id, lambda: hub.HfApi().model_info(hub_id.repo, revision=_revision(hub_id)))
     except _NoNetworkError as error:
         cached = _cached(hub, hub_id)
         if cached is None:
             raise ModelError(error.message) from None
         return cached
+    if hub_id.file:
+        return Path(_asked(hub_id, lambda: hub.hf_hub_download(hub_id.repo, hub_id.file, revision=_revision(hub_id))))
     wanted = _wanted(hub_id, [file.rfilename for file in info.siblings or ()])
     folder = Path(
         _asked(hub_id, lambda: hub.snapshot_download(hub_id.repo, revision=_revision(hub_id), allow_patterns=wanted))
@@ -130,6 +131,9 @@ def _wanted(hub_id: HubId, files: Sequence[str]) -> list[str]:
 
 def _cached(hub: Any, hub_id: HubId) -> Path | None:
     """What the cache holds of it, if that is complete."""
+    if hub_id.file:
+        found = hub.try_to_load_from_cache(hub_id.repo, hub_id.file, revision=_revision(hub_id))
+        return Path(found) if isinstance(found, str) else None
     for patterns in ([*_TEXT_FILES, "*.safetensors"], ["*.gguf"]):
         try:
             folder = hub.snapshot_download(

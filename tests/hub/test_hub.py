@@ -43,10 +43,11 @@ CODE = """
 import sys
 from pagewire.errors import ModelError
 from pagewire.hub import download, parse_hub_id
-try:
-    print(download(parse_hub_id(sys.argv[1])))
-except ModelError as error:
-    print("refused:", error)
+for named in sys.argv[1:]:
+    try:
+        print(download(parse_hub_id(named)))
+    except ModelError as error:
+        print("refused:", error)
 """
 
 
@@ -59,18 +60,18 @@ def hub():
 
 @pytest.fixture
 def fetch(hub, tmp_path):
-    """The path of a model, or the refusal; in a process of its own, since the library reads its settings at import."""
+    """The path of each model, or its refusal; in a process of its own, since the library reads its settings at import."""
 
-    def run(named: str, **variables: str) -> str:
+    def run(*named: str, **variables: str) -> list[str]:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         done = subprocess.run(
-            [sys.executable, "-c", CODE, named],
+            [sys.executable, "-c", CODE, *named],
             env={**environment, "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url, **variables},
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert (done.stderr, done.stdout.count("\n")) == ("", 1)
-        return done.stdout.strip()
+        assert (done.stderr, done.stdout.count("\n")) == ("", len(named))
+        return done.stdout.splitlines()
 
     hub.asked.clear()
     return run
@@ -101,58 +102,55 @@ def test_what_has_not_the_shape_of_an_id(named):
 
 
 def test_only_what_is_served_is_fetched_and_only_once(hub, fetch):
-    path = fetch("org/folder")
+    (path,) = fetch("org/folder")
     wanted = {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
     assert set(os.listdir(path)) == wanted
     assert sorted(hub.asked) == sorted(wanted)
-    assert fetch("org/folder") == path
+    assert fetch("org/folder") == [path]
     assert len(hub.asked) == len(wanted)
 
 
-@pytest.mark.parametrize("variables", NO_NETWORK)
-def test_without_a_network_the_cache_serves(fetch, variables):
-    for named in ("org/folder", "org/sharded", "org/gguf", "org/ggufs:b-Q8.gguf"):
-        path = fetch(named)
-        assert os.path.exists(path)
-        assert fetch(named, **variables) == path
+EVERY_KIND = ("org/folder", "org/sharded", "org/gguf", "org/ggufs:b-Q8.gguf")
 
 
 @pytest.mark.parametrize("variables", NO_NETWORK)
-@pytest.mark.parametrize("named", ["org/folder", "org/ggufs:b-Q8.gguf"])
-def test_without_a_network_and_a_copy_it_is_said(fetch, variables, named):
-    said = fetch(named, **variables)
-    assert said.startswith(f"refused: {named} is no file or folder here")
-    assert "cache of downloads" in said
-    assert "the hub cannot be reached" in said
+def test_without_a_network_the_cache_serves_and_what_is_not_there_is_said(fetch, variables):
+    for named, said in zip(EVERY_KIND, fetch(*EVERY_KIND, **variables), strict=True):
+        assert said.startswith(f"refused: {named} is no file or folder here")
+        assert "cache of downloads" in said
+        assert "the hub cannot be reached" in said
+    paths = fetch(*EVERY_KIND)
+    assert all(os.path.exists(path) for path in paths)
+    assert fetch(*EVERY_KIND, **variables) == paths
 
 
 def test_a_copy_that_lacks_a_shard_does_not_count(fetch):
-    path = fetch("org/sharded")
-    os.unlink(f"{path}/m-2.safetensors")
-    assert "no whole copy" in fetch("org/sharded", HF_HUB_OFFLINE="1")
-    assert fetch("org/sharded") == path
+    paths = fetch("org/sharded")
+    os.unlink(f"{paths[0]}/m-2.safetensors")
+    assert "no whole copy" in fetch("org/sharded", HF_HUB_OFFLINE="1")[0]
+    assert fetch("org/sharded") == paths
 
 
 def test_gguf_files(hub, fetch):
-    assert fetch("org/gguf").endswith(f"{COMMIT}/only.gguf")
-    assert fetch("org/ggufs:b-Q8.gguf").endswith("b-Q8.gguf")
+    only, named = fetch("org/gguf", "org/ggufs:b-Q8.gguf")
+    assert only.endswith(f"{COMMIT}/only.gguf")
+    assert named.endswith("b-Q8.gguf")
     assert hub.asked == ["only.gguf", "b-Q8.gguf"]
 
 
-@pytest.mark.parametrize(
-    ("named", "says"),
-    [
-        ("org/none", "org/none is no file or folder here, and no model on the hub"),
-        ("org/none:m.gguf", "org/none is no file or folder here, and no model on the hub"),
-        ("org/gated", "org/gated is not for everybody: accept its terms"),
-        ("org/folder@v9", "org/folder has no revision 'v9'"),
-        ("org/ggufs:c.gguf", "org/ggufs has no file c.gguf"),
-        ("org/ggufs", "holds several GGUF files; name one, as org/ggufs:a-Q4.gguf. It has: a-Q4.gguf, b-Q8.gguf"),
-        ("org/pickle", "org/pickle holds nothing that can be served"),
-        ("org/a--b", "is no id of a model on the hub"),
-    ],
-)
-def test_what_cannot_be_had_is_said_in_a_line(fetch, named, says):
-    said = fetch(named)
-    assert said.startswith("refused: ")
-    assert says in said
+REFUSED = {
+    "org/none": "org/none is no file or folder here, and no model on the hub",
+    "org/none:m.gguf": "org/none is no file or folder here, and no model on the hub",
+    "org/gated": "org/gated is not for everybody: accept its terms",
+    "org/folder@v9": "org/folder has no revision 'v9'",
+    "org/ggufs:c.gguf": "org/ggufs has no file c.gguf",
+    "org/ggufs": "holds several GGUF files; name one, as org/ggufs:a-Q4.gguf. It has: a-Q4.gguf, b-Q8.gguf",
+    "org/pickle": "org/pickle holds nothing that can be served",
+    "org/a--b": "is no id of a model on the hub",
+}
+
+
+def test_what_cannot_be_had_is_said_in_a_line(fetch):
+    for said, says in zip(fetch(*REFUSED), REFUSED.values(), strict=True):
+        assert said.startswith("refused: ")
+        assert says in said
