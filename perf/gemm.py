@@ -67,7 +67,8 @@ def candidates(n: int, k: int, kind: str, block_m: int, most_programs: int) -> l
         if (block_m <= 32 and consumers == 2) or (block_m >= 128 and consumers == 1 and rows > 64):
             continue
         tiles = -(-n // block_n)
-        splits = {(most_programs, 0)}
+        # Sharing all units evenly costs more in parts than a last wave, unless there are several waves.
+        splits = {(most_programs, 0)} if tiles > most_programs else set()
         if tiles <= most_programs:
             most = most_programs // tiles
             splits.add((tiles * most, 0))
@@ -292,10 +293,12 @@ def layer(recorder: Recorder, model: str, m: int, best: dict[Key, Tiling]) -> No
     recorder.add(case, "ours", time_graph(lambda: work(True), len(layers)), "µs")
 
 
-def write_table(path: Path, best: dict[Key, Tiling]) -> None:
-    """The table's module with these rows."""
+def write_table(path: Path, measured: set[Key], best: dict[Key, Tiling]) -> None:
+    """The table's module with these rows; those of shapes that were not measured stay."""
     head = Path(linear_table.__file__).read_text().split("TABLE: Final")[0]
-    rows = [f"    {key!r}: {tuple(getattr(t, f) for f in t.__slots__)!r}," for key, t in sorted(best.items())]
+    table: dict[Key, tuple[int, ...]] = {key: row for key, row in linear_table.TABLE.items() if key not in measured}
+    table |= {key: tuple(getattr(t, f) for f in t.__slots__) for key, t in best.items()}
+    rows = [f"    {key!r}: {row!r}," for key, row in sorted(table.items())]
     path.write_text(head + "TABLE: Final[dict[Key, Row]] = {\n" + "\n".join(rows).replace("'", '"') + "\n}\n")
 
 
@@ -316,7 +319,7 @@ def main() -> None:
     recorder = Recorder()
     best = products(recorder, models, buckets, work, verbose=args.tune)
     if args.tune:
-        write_table(args.table, best)
+        write_table(args.table, set(work), best)
     for model in models:
         for m in buckets:
             layer(recorder, model, m, best)

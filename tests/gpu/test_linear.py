@@ -12,10 +12,10 @@ BOUND = 1e-2
 # block_n, block_m, block_k, stages, consumers, programs, scatter, lag
 TILINGS = {
     "whole tiles": (64, 64, 64, 8, 1, 12, 0, 0),
-    "two groups": (128, 64, 64, 6, 2, 6, 0, 1),
+    "two groups": (128, 64, 64, 4, 2, 6, 0, 1),
     "parts of one tile": (64, 64, 128, 4, 1, 48, 0, 0),
     "a line of units": (64, 64, 64, 4, 1, 31, 0, 1),
-    "several tiles each": (64, 64, 64, 4, 1, 5, 0, 0),
+    "several tiles each": (64, 64, 64, 7, 1, 5, 0, 0),
     "added together": (64, 64, 64, 4, 1, 48, 4, 0),
     "added together by two groups": (128, 64, 64, 4, 2, 48, 8, 1),
     "256 tokens": (128, 256, 64, 3, 2, 11, 0, 0),
