@@ -10,7 +10,7 @@ shape keeps every multiprocessor busy and no multiprocessor waits for another's 
 
 A program takes its units from the right: what it began of a tile that a later program ends comes first, goes to `parts` and raises its
 flag; the tile that it ends itself comes last, and by then the earlier programs' parts lie ready. Waits go to programs with lower
-numbers only, which were started before, and parts are added in the order of K: the result does not depend on timing. Where
+numbers only, which were started before, and parts are added in a fixed order: the result does not depend on timing. Where
 SCATTER is set each program has one piece of one tile, and the programs of a tile share the addition: each adds some of the tokens'
 rows. That reads less in a row, but the programs wait for each other, so there may not be more than run at once.
 
