@@ -218,21 +218,24 @@ async def test_f3_an_engine_that_is_killed_while_it_loads_ends_the_start_with_th
 
 async def test_f20_fifty_live_streams_end_complete_or_with_draining_inside_the_deadline():
     """The long ones outlive the deadline, the short ones end by themselves, and some have not begun."""
-    options = ("--drain-timeout-ms", "1000", "--name", "latency_us=3000")
+    options = ("--drain-timeout-ms", "1500", "--name", "latency_us=3000")
     async with served(*options) as server, pagewire_client.connect(server.url) as client:
-        lengths = [60] * 25 + [8000] * 25
+        lengths = [20] * 25 + [8000] * 25
         streams = [client.generate([1 + i], max_tokens=n, seed=i, ignore_eos=True) for i, n in enumerate(lengths)]
         await asyncio.gather(*(anext(stream) for stream in streams[20:30]))
         begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         outcomes = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
-        assert time.monotonic() - begun < 4
-        for i, outcome in enumerate(outcomes[:25]):
-            assert outcome.token_ids == expected([1 + i], i, 60)
-        assert all(isinstance(outcome, Draining) for outcome in outcomes[25:])
+        assert time.monotonic() - begun < 5
+        complete = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, BaseException)]
+        assert complete, "none of the short ones"
+        assert max(complete) < 25
+        for i in complete:
+            assert outcomes[i].token_ids == expected([1 + i], i, 20)
+        assert all(isinstance(outcome, Draining) for i, outcome in enumerate(outcomes) if i not in complete)
         assert await server.ended() == 0
-        assert time.monotonic() - begun < 6
-        assert any("25 streams have" in line or "50 streams have" in line for line in server.lines)
+        assert time.monotonic() - begun < 1.5 + 5
+        assert any("streams have up to 1.5 s" in line for line in server.lines)
 
 
 async def test_f9_eight_servers_at_one_instant():
