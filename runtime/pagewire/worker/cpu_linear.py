@@ -14,6 +14,7 @@ place nor on its neighbours. oneDNN's kernels have it, since each output is one 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -30,6 +31,14 @@ prefill, which reads the weights once for so many."""
 
 _PACK_FOR: Final = 16
 """Tokens that the layout is chosen for. All hints above 1 gave the same layout; 1 gives one that is slow for others."""
+
+
+_CACHED_SHAPES: Final = "256"
+# Both libraries below PyTorch keep what they prepared for a shape, 1,024 shapes each, at about 0.3 MB: steps of many
+# different sizes took 700 MB for the smallest of models. A model multiplies 5 shapes a step, and a decode repeats its
+# own. PyTorch has no call for it; the libraries read these once, at their first product.
+for _name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, _CACHED_SHAPES)
 
 
 def pack_weights(decoder: Decoder) -> None:
