@@ -160,13 +160,13 @@ async def test_llm(bench, tmp_path):
     assert out.decode().strip() == TEXT
 
 
-async def test_schemathesis(bench):
+async def test_schemathesis(bench, tmp_path):
     """No answer is a fault, and every answer is one that the document names."""
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "schemathesis.cli", "run", bench.url + "/openapi.json", "--checks", "not_a_server_error,status_code_conformance,content_type_conformance",
         "--max-examples", "8", "--phases", "examples,coverage,fuzzing", "--seed", "1", "--generation-database", "none",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=tmp_path,
     )  # fmt: skip
     out, _ = await asyncio.wait_for(process.communicate(), 100)
     assert process.returncode == 0, out.decode()

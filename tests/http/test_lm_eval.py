@@ -18,7 +18,7 @@ from pagewire.cli.model_path import demo_model
 
 MODEL = demo_model()
 LICENSE = Path(__file__).parents[2] / "LICENSE"
-NUM_DOCS = 40
+NUM_DOCS = 24
 TASK = """
 task: local_text
 dataset_path: json
@@ -77,7 +77,7 @@ async def serving(model: Path, folder: Path):
     """The URL of a server's HTTP."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pagewire.cli.main", "serve", str(model), "--http", "127.0.0.1:0", "--bind", f"ipc://{folder}/s",
-        "--kv-bytes", "64MiB", "--max-rows", "8", "--stall-timeout-ms", "60000",
+        "--threads", "1", "--kv-bytes", "64MiB", "--max-rows", "8", "--stall-timeout-ms", "60000",
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -90,11 +90,11 @@ async def serving(model: Path, folder: Path):
         await process.wait()
 
 
-async def scores(folder: Path, kind: str, arguments: str) -> tuple[dict[str, float], list[list[float]]]:
+async def scores(folder: Path, kind: str, arguments: str, *more: str) -> tuple[dict[str, float], list[list[float]]]:
     """The scores, and the log-likelihoods of every choice."""
     await run(
         "-m", "lm_eval", "--model", kind, "--model_args", arguments, "--tasks", "local_text", "--include_path", str(folder),
-        "--batch_size", "4", "--log_samples", "--output_path", str(folder / kind),
+        "--batch_size", "4", "--log_samples", "--output_path", str(folder / kind), *more,
     )  # fmt: skip
     (results,) = (folder / kind).rglob("results*.json")
     (samples,) = (folder / kind).rglob("samples*.jsonl")
@@ -120,7 +120,7 @@ async def test_scores_are_those_of_transformers(tmp_path):
             f"model=model,base_url={url}/completions,tokenizer={model},tokenizer_backend=huggingface,"
             "tokenized_requests=True,max_retries=3",
         )
-    theirs, their_likelihoods = await scores(tmp_path, "hf", f"pretrained={model},dtype=float32,device=cpu")
+    theirs, their_likelihoods = await scores(tmp_path, "hf", f"pretrained={model},dtype=float32", "--device", "cpu")
     print(f"\nover HTTP {ours}, transformers {theirs}")
     worst = max(
         abs(a - b)
