@@ -105,8 +105,10 @@ async def test_stop_strings_end_the_text_before_them(bench, stop):
     assert whole["choices"][0]["message"]["content"] == expected
     assert whole["choices"][0]["finish_reason"] == "stop"
     assert whole["usage"]["completion_tokens"] == ends[first] < end
-    events = await bench.events(CHAT, {**HI, "stop": stop})
+    events = await bench.events(CHAT, {**HI, "stop": stop, "logprobs": True})
     assert text_of(events) == expected
+    told = [one["choices"][0]["logprobs"] for one in events[:-1]]
+    assert sum(len(one["content"]) for one in told if one) == ends[first]  # none of tokens behind the stop
     assert any(isinstance(one, Finish) for one in bench.engine.told)
 
 
