@@ -136,6 +136,9 @@ async def test_text_in_text_out_stops_chats_and_errors(short_folder):
         stopped = await client.generate("one two three four", stop=(" three",)).result()
         assert (stopped.text, stopped.finish_reason, stopped.stop) == ("one two", "stop", " three")
         assert stopped.usage.completion == len(stopped.token_ids) < 4
+        async with asyncio.timeout(5):  # the answer and this go different ways
+            while not engine.told:
+                await asyncio.sleep(0.01)
         assert engine.told == [Finish(stream=engine.asked[-1].stream, at=stopped.usage.completion)]
 
         chat = await client.chat([{"role": "user", "content": "hello there"}]).result()
