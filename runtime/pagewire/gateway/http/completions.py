@@ -187,9 +187,13 @@ class Completions:
                 return await _stream(request, answer, connection, heading)
             await answer.over
             answer.check()
-            return web.Response(
+            response = web.Response(
                 body=answer.whole(), content_type="application/json", headers={"X-Request-Id": heading.id}
             )
+            connection.guard()
+            await response.prepare(request)
+            await response.write_eof()
+            return response
         finally:
             # Also when the client left, which cancels this task: whatever still runs for it ends (F15).
             connection.close()
@@ -208,5 +212,6 @@ async def _stream(
     connection.begin(response)
     answer.begin()
     await answer.over
+    connection.guard()
     await response.write_eof()
     return response

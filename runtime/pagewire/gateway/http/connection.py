@@ -48,6 +48,7 @@ class HttpConnection:
         self._on_cut = on_cut
         self._is_chunked = False
         self._is_streaming = False
+        self._is_guarded = False
         self._look: asyncio.TimerHandle | None = None
         self._blocked_at = 0.0
         self._blocked_size = 0
@@ -80,6 +81,12 @@ class HttpConnection:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
+    def guard(self) -> None:
+        """From now on the framework writes, and waits for as long as the reader likes: cut it if it stops reading."""
+        self._is_guarded = True
+        if self._look is None:
+            self._watch()
+
     def close(self) -> None:
         """The request is over."""
         if self._look is not None:
@@ -102,8 +109,10 @@ class HttpConnection:
         size = self.num_unsent
         if size <= _HIGH_WATER:
             self._on_writable(self)
+            if self._is_guarded and self._look is None:
+                self._watch()
             return
-        if size < self._blocked_size:  # slow, but it reads
+        if size != self._blocked_size:  # slow, but it reads; or the framework added more
             self._blocked_at, self._blocked_size = loop.time(), size
         if loop.time() - self._blocked_at > self._patience_s:
             self._on_cut()

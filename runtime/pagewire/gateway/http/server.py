@@ -198,7 +198,7 @@ class HttpServer:
                 since = self._idle_since.setdefault(connection, now)
                 if now - since > patience or over > 0:
                     over -= 1
-                    connection.force_close()
+                    _cut(connection)
                     self._idle_since.pop(connection, None)
 
     async def _measure_lag(self) -> None:
@@ -207,6 +207,14 @@ class HttpServer:
             due = loop.time() + _LAG_S
             await asyncio.sleep(_LAG_S)
             self.meters.loop_lag.observe(max(0.0, loop.time() - due))
+
+
+def _cut(connection: RequestHandler) -> None:
+    """Close at once: what its reader did not take is dropped, where an orderly close would wait for it."""
+    transport = connection.transport
+    connection.force_close()
+    if transport is not None:
+        transport.abort()
 
 
 def _silent_logger() -> logging.Logger:
