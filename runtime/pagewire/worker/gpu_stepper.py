@@ -21,7 +21,7 @@ from pagewire.worker.gpu_device import Device
 from pagewire.worker.gpu_graphs import Batch, DecodeGraphs, Inbox
 from pagewire.worker.gpu_memory import GpuKV, num_blocks_on_card
 from pagewire.worker.gpu_mixed import TOKEN_BUCKETS, MixedBatch, MixedGraphs, MixedInbox, Shape
-from pagewire.worker.gpu_model import Attend, GpuModel
+from pagewire.worker.gpu_model import Attend, GpuModel, check_covered
 from pagewire.worker.gpu_ops import Chunks, Ops, TritonOps
 from pagewire.worker.gpu_results import Arrival, PromptScores, Results
 from pagewire.worker.gpu_rows import GpuRows
@@ -76,6 +76,7 @@ class Stepper:
     def __init__(
         self, config: Config, decoder: Decoder, device: Device, make_ops: MakeOps, *, with_graphs: bool
     ) -> None:
+        check_covered(decoder)  # before anything is allocated or measured
         self.device: Final = device
         model, cache, max_rows = decoder.config, config.cache, config.scheduler.max_rows
         # Larger steps than the largest graph gain nothing: the matrix units are busy with far fewer tokens.
