@@ -78,6 +78,7 @@ class Terminal:
             sys.executable, "-m", "pagewire.cli.entry", "chat", *self._arguments,
             stdin=self._slave, stdout=self._slave, stderr=self._slave, env=environment_of(self._temporary),
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
         )  # fmt: skip
         os.close(self._slave)
         asyncio.get_running_loop().add_reader(self.master, self._read)

@@ -20,7 +20,7 @@ from pagewire.supervisor.rendezvous import ServerFolder
 from pagewire_client import Chunk, connect
 from pagewire_client.result import percentile
 from pagewire_transport.columns import pack
-from pagewire_transport.errors import ConfigError, ConnectionLost, Draining, InvalidRequest, ProtocolError
+from pagewire_transport.errors import ConfigError, ConnectionLost, Draining, InvalidRequest, ProtocolError, Unavailable
 from pagewire_transport.messages import (
     Accepted,
     Cancel,
@@ -387,6 +387,21 @@ async def test_a_connection_that_the_server_forgot():
             await stream.result()
         await client.wait_ready(5)
         assert len(door.connections) == 1
+
+
+async def test_a_request_behind_a_hello_that_is_refused_fares_as_that():
+    """A server that restarts lets nobody in yet: its reason is told, not that this connection is unknown."""
+    async with opened() as (door, handler), connect(door.url) as client:
+        stream = client.generate("x")
+        await until(lambda: handler.messages)
+        handler.shut = Unavailable("the engine restarts", retry_after_ms=100)
+        door._lose(door.connections[0], Draining("forgotten"))
+        with pytest.raises(ConnectionLost):
+            await stream.result()
+        for _ in range(3):  # on its way before the hello's answer, and after
+            with pytest.raises(Unavailable, match="the engine restarts") as caught:
+                await client.generate("y").result()
+            assert caught.value.retry_after_ms == 100
 
 
 def finished(stream, num, **fields):

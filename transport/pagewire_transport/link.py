@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Final
 
 from pagewire_transport.codec import MAX_REPLY_BYTES, decode_server, encode
-from pagewire_transport.door import HELLO_FIRST
+from pagewire_transport.door import HELLO_FIRST, refusal
 from pagewire_transport.errors import ConfigError, ConnectionLost, Overloaded, PagewireError, ProtocolError, from_code
 from pagewire_transport.messages import Error, FromClient, FromServer, Goodbye, Hello, Ping, Pong, Welcome
 from pagewire_transport.sockets import ClientSocket
@@ -206,8 +206,9 @@ class Link:
             self._lost(ConnectionLost(f"the server at {self.url} was restarted or gave this connection up"))
             return
         if message.field == HELLO_FIRST:
-            if message.stream is not None:  # it followed a hello that was refused
-                self._on_message(message)
+            if message.stream is not None:  # it followed a hello that was refused, and fares as that did
+                unknown = ConnectionLost(f"the server at {self.url} did not know this connection yet")
+                self._on_message(refusal(self._refusal or unknown, message.stream))
             return
         self._refusal = from_code(
             message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms
