@@ -134,8 +134,12 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     )
     _add_batch(of["batch"])
     of["calibrate"].add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    of["calibrate"].add_argument("--text", metavar="FILE", type=Path, required=True, help="like what it will read")
-    of["calibrate"].add_argument("--tokens", metavar="N", type=int, default=20_000, help="at most (default: 20000)")
+    of["calibrate"].add_argument(
+        "--text", metavar="FILE", type=Path, required=True, help="a text like those that the model will read"
+    )
+    of["calibrate"].add_argument(
+        "--tokens", metavar="N", type=int, default=20_000, help="of the text, at most (default: 20000)"
+    )
     of["calibrate"].add_argument("--out", metavar="FILE", type=Path, help="default: the model's name + .kv-scales.json")
     of["info"].add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; a hub id is downloaded")
     of["demo"].add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask")

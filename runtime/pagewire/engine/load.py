@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
 from pagewire.config import Config
+from pagewire.errors import ConfigError
 from pagewire.worker.cpu import CpuWorker
 from pagewire.worker.interface import Worker
 
@@ -18,6 +21,10 @@ async def load_worker(config: Config) -> Worker:
     """
     device = config.model.device
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        if not torch.cuda.is_available():
+            raise ConfigError("there is no CUDA device that PyTorch can use", field="model.device")
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("a GPU takes Triton (`pip install triton`); --device cpu does not", field="model.device")
         # Imported here and not above: it loads Triton, which a machine without a GPU need not have.
         from pagewire.worker.gpu import GpuWorker  # noqa: PLC0415
 
