@@ -132,9 +132,19 @@ async def test_tokenize_and_back(bench):
         ("/detokenize", {"tokens": [256]}, "tokens[0]"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [1] * (MAX_LEN + 1)}, "tokens"),
     ):
         status, body = await bench.post(path, bad)
         assert (status, body["error"]["param"]) == (400, param)
+
+
+async def test_f50_what_is_too_long_is_refused_unread(bench):
+    """The largest body holds four million ids; a look at each of them held up every stream for a second."""
+    many = [7, *["no id"] * MAX_LEN]
+    for prompt, param in ((many, "prompt"), (["text", many], "prompt[1]")):
+        status, body = await bench.post(PATH, {"prompt": prompt})
+        assert (status, body["error"]["param"]) == (400, param)
+        assert body["error"]["code"] == "context_length_exceeded"
 
 
 async def test_streams_are_told_apart(bench):

@@ -107,7 +107,7 @@ class Completions:
         params = parameters.completion_params(body, self._limits)
         heading = self._heading("cmpl-", body, params)
         priority, stream = body.priority or 0, parameters.check_stream(body)
-        prompts = parameters.completion_prompts(body.prompt, self._limits)
+        prompts = parameters.completion_prompts(body.prompt, self._limits, self._gateway.max_model_len)
         echoes: list[Echo | None] = [None] * (len(prompts) * params.n)
         if body.echo:
             for i, prompt in enumerate(prompts):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pagewire.config import HttpConfig
-from pagewire.errors import InvalidRequest, UnsupportedFeature
+from pagewire.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from pagewire.gateway.http.schema import ChatRequest, CompletionRequest, Message, Sampling
 from pagewire_transport.codec import convert
 from pagewire_transport.columns import pack_token_ids
@@ -71,21 +71,22 @@ def chat_messages(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
     return tuple(_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages))
 
 
-def completion_prompts(prompt: str | list[Any], limits: HttpConfig) -> list[str | bytes]:
+def completion_prompts(prompt: str | list[Any], limits: HttpConfig, max_model_len: int) -> list[str | bytes]:
     """The prompts of a completion, each a text, or token ids as uint32.
 
     Raises:
         InvalidRequest: none, too many, or something that is neither.
+        PromptTooLong: more ids than the model takes; none of them was looked at.
     """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise InvalidRequest("must not be empty", field="prompt")
     if _is_id(prompt[0]):
-        return [_ids(prompt, "prompt")]
+        return [_ids(prompt, "prompt", max_model_len)]
     if len(prompt) > limits.max_prompts:
         raise InvalidRequest(f"holds {len(prompt)} prompts; at most {limits.max_prompts} are taken", field="prompt")
-    return [one if isinstance(one, str) else _ids(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
+    return [one if isinstance(one, str) else _ids(one, f"prompt[{i}]", max_model_len) for i, one in enumerate(prompt)]
 
 
 def check_stream(body: Sampling) -> bool:
@@ -186,7 +187,19 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _ids(value: object, field: str) -> bytes:
+def check_num_tokens(num_tokens: int, max_model_len: int, field: str) -> None:
+    """Before each of them is looked at: the largest body holds four million, a second of the loop's time (F50).
+
+    Raises:
+        PromptTooLong: no sequence of this model has so many.
+    """
+    if num_tokens > max_model_len:
+        raise PromptTooLong(f"{num_tokens} tokens leave no room: a sequence may have {max_model_len}", field=field)
+
+
+def _ids(value: object, field: str, max_model_len: int) -> bytes:
+    if isinstance(value, list):
+        check_num_tokens(len(value), max_model_len, field)
     if not isinstance(value, list) or not all(map(_is_id, value)):
         raise InvalidRequest("must be text or token ids", field=field)
     if not value:
