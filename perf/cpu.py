@@ -69,6 +69,7 @@ async def measure(args, report: Report) -> None:
     pipe, end = context.Pipe()
     player = context.Process(target=play_transformers, args=(end, path, args.threads), daemon=True)
     player.start()
+    end.close()  # a player that dies ends the wait for it
     pipe.recv()
     rng = np.random.default_rng(0)
     async with Engine(
