@@ -1,0 +1,392 @@
+"""How long a step takes, learnt from the steps that were.
+
+What is predicted: the time that one step occupies the card, from the end of the step before it to its own end, while
+there is always a next one queued. Launching, which happens while the step before computes, is not in it.
+
+    ns =  c0                                      weights are read, kernels start
+       +  c1 · tokens  +  c2 · max(0, tokens − knot)     products: first bound by memory, beyond the knot by arithmetic
+       +  c3                                      if there is prefill: its attention is a kernel of its own
+       +  c4 · prefill tokens
+       +  c5 · prefill pairs                      attention of chunks: each token looks at all before it
+       +  c6 · decode rows                        sampling
+       +  c7 · decode KV tokens                   attention of decode: KV is read once
+
+`tokens` is padded to the graph that the step runs in. All coefficients are ≥ 0: more work never takes less time, which
+is what lets a planner search for the largest chunk that fits.
+
+How it is learnt. Least squares of the relative error with slow forgetting, kept as two 8 × 8 systems, one of the steps
+with prefill and one of those without: an hour of pure decode does not make prefill forgotten. Each new step moves a few
+coordinates to their optimum (Gauss–Seidel, clipped at 0). Steps that are far off their prediction, as errors go, count
+less (Huber): a pause of the host is no news about the card. Where nothing was seen, the prior stands.
+
+Rejected: recursive least squares (its covariance winds up when a server does the same step for an hour, and its
+coefficients change sign); gradient descent (a rate that suits all features does not exist).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagewire.step.step import StepPlan
+
+_Vector = npt.NDArray[np.float64]
+
+_NUM: Final = 8
+_UNITS: Final = (1.0, 256.0, 256.0, 1.0, 256.0, 1e6, 64.0, 1e5)
+"""Features are divided by these, so that all are of the order of 1 in a usual step."""
+_MEMORY: Final = 2000
+"""Steps of each kind after which a step counts a third."""
+_PRIOR_WEIGHT: Final = 0.0025
+"""The prior counts like one step whose noise is 5 %, where the prior's own is 100 %."""
+_HUBER: Final = 3.0
+"""Errors beyond so many times the median error count linearly."""
+_SPREAD_MIN: Final = 0.005
+_MARGIN_MAX: Final = 0.5
+_MARGIN_QUANTILE: Final = 0.95
+_COORDINATES: Final = 3
+"""Moved to their optimum by each step."""
+_RESCALE_AT: Final = (5, 15)
+"""After so many steps a prior that is off as a whole (another card, another model) is scaled."""
+_ANCHOR_EVERY: Final = 1024
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes, as far as its time depends on it. All are ≥ 0.
+
+    Attributes:
+        prefill_tokens: of all chunks.
+        prefill_pairs: Σ over chunks of tokens × (context before the chunk + half the chunk): who looks at whom.
+        decode_rows: sequences that get one token each.
+        decode_kv: Σ over decode rows of the positions that they look at.
+    """
+
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    decode_rows: int = 0
+    decode_kv: int = 0
+
+    def with_chunk(self, num_tokens: int, context: int) -> StepWork:
+        """The same and a chunk of `num_tokens` after `context` tokens."""
+        return StepWork(
+            self.prefill_tokens + num_tokens,
+            self.prefill_pairs + pairs(num_tokens, context),
+            self.decode_rows,
+            self.decode_kv,
+        )
+
+
+def pairs(num_tokens: int, context: int) -> float:
+    """Pairs of a chunk: each of its tokens with all tokens before it."""
+    return num_tokens * (context + 0.5 * num_tokens)
+
+
+def work_of(plan: StepPlan) -> StepWork:
+    """What `plan` computes."""
+    n = plan.num_decode
+    kv = int(plan.starts[:n].sum()) + n
+    if plan.rows.size == n:
+        return StepWork(0, 0.0, n, kv)
+    tokens, starts = plan.num_tokens[n:].astype(np.float64), plan.starts[n:]
+    return StepWork(int(plan.token_ids.size), float((tokens * (starts + 0.5 * tokens)).sum()), n, kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model asks of a card (of one card, where it is split).
+
+    Attributes:
+        weight_bytes: read by every step.
+        token_flops: of the products, a token.
+        kv_bytes: of one token's K and V in all layers.
+        pair_flops: of attention, for a token that looks at one position: 4 × heads × head size × layers.
+    """
+
+    weight_bytes: float
+    token_flops: float
+    kv_bytes: float
+    pair_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a card gives: rates that kernels reach, not those of its data sheet."""
+
+    bytes_per_s: float = 4.0e12
+    product_flops_per_s: float = 0.72e15
+    attention_flops_per_s: float = 0.45e15
+    step_ns: float = 2.0e5
+    """Of a step with nothing in it."""
+    row_ns: float = 800.0
+    """Of sampling, a row."""
+    chunk_ns: float = 3.0e5
+    """Of a step that has prefill, beyond that."""
+
+
+H200: Final = Card()
+SHAPE_8B: Final = Shape(weight_bytes=16.1e9, token_flops=16.1e9, kv_bytes=131_072.0, pair_flops=524_288.0)
+"""32 layers, hidden 4096, 32 query and 8 KV heads of 128, bf16; embeddings, which are not multiplied, left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Of the formula above: ns for each unit of each feature, and where the knot lies."""
+
+    values: tuple[float, ...]
+    knot: float
+
+    @staticmethod
+    def of(shape: Shape, card: Card) -> Coefficients:
+        """By the ceilings: weights are read or multiplied, whichever takes longer; KV is read; pairs are multiplied."""
+        weights = 1e9 * shape.weight_bytes / card.bytes_per_s
+        token = 1e9 * shape.token_flops / card.product_flops_per_s
+        knot = max(16.0, weights / token)
+        # Below the knot a token is not free: activations move, and small products are not quite at the memory's rate.
+        early = 0.3 * token
+        raw = (
+            weights + card.step_ns,
+            early,
+            token - early,
+            card.chunk_ns,
+            0.2 * token,  # norms, rotation, KV writes; gaps between kernels of odd sizes
+            1e9 * shape.pair_flops / card.attention_flops_per_s,
+            card.row_ns,
+            1e9 * shape.kv_bytes / card.bytes_per_s,
+        )
+        return Coefficients(tuple(c * unit for c, unit in zip(raw, _UNITS, strict=True)), knot)
+
+
+PRIOR: Final = Coefficients.of(SHAPE_8B, H200)
+
+
+class CostModel:
+    """Predicts and learns. No clock: durations are told. Not thread-safe.
+
+    `observe` O(1), about 12 µs; `predict` under 1 µs; `largest_chunk` about fifteen times that.
+
+    Args:
+        prior: where nothing was seen yet.
+        buckets: token counts that steps are padded to, ascending; beyond the last, or without any, nothing is padded.
+    """
+
+    def __init__(self, prior: Coefficients = PRIOR, *, buckets: tuple[int, ...] = ()) -> None:
+        assert len(prior.values) == _NUM
+        assert min(prior.values) >= 0
+        assert prior.values[0] > 0
+        self._buckets = buckets
+        self._knot = prior.knot
+        self._theta: _Vector = np.array(prior.values, np.float64)
+        self._c: list[float] = list(prior.values)
+        self._anchor = self._theta.copy()
+        self._set_anchor_weights()
+        self._systems = (np.zeros((_NUM, _NUM)), np.zeros((_NUM, _NUM)))  # of steps without and with prefill
+        self._sides: tuple[_Vector, _Vector] = (np.zeros(_NUM), np.zeros(_NUM))
+        self._next = 0
+        self._first_ratios: list[float] = []
+        self.num_observed = 0
+        self.spread = 0.1
+        """Median of |relative error|, running."""
+        self.error = 0.0
+        """Mean of |relative error| of the last few hundred steps, 0 … 1."""
+        self.bias = 0.0
+        """Mean of the relative error: above 0, steps take longer than predicted."""
+        self.margin = 0.1
+        """So much longer than predicted, as a part of the prediction, does only one step in twenty take."""
+
+    # ---- prediction --------------------------------------------------------------------------------------------------
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """As learnt so far."""
+        return Coefficients(tuple(self._c), self._knot)
+
+    def padded(self, num_tokens: int) -> int:
+        """Tokens that a step of `num_tokens` computes."""
+        at = bisect_left(self._buckets, num_tokens)
+        return self._buckets[at] if at < len(self._buckets) else num_tokens
+
+    def predict(self, work: StepWork) -> float:
+        """Time of a step in ns; > 0, and no less for more work of any kind."""
+        return self._time(work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.decode_kv)
+
+    def _time(self, prefill: int, num_pairs: float, rows: int, kv: int) -> float:
+        c, tokens = self._c, self.padded(prefill + rows)
+        ns = c[0] + c[1] * tokens / 256.0 + c[6] * rows / 64.0 + c[7] * kv / 1e5
+        if tokens > self._knot:
+            ns += c[2] * (tokens - self._knot) / 256.0
+        if prefill:
+            ns += c[3] + c[4] * prefill / 256.0 + c[5] * num_pairs / 1e6
+        return ns
+
+    def largest_chunk(self, work: StepWork, context: int, budget_ns: float, most: int) -> int:
+        """The most tokens, 0 … `most`, of a chunk after `context` tokens with which a step of `work` stays in budget."""
+        low, high = 0, most
+        prefill, num_pairs, rows, kv = work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.decode_kv
+        if self._time(prefill + most, num_pairs + pairs(most, context), rows, kv) <= budget_ns:
+            return most
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._time(prefill + middle, num_pairs + pairs(middle, context), rows, kv) <= budget_ns:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def prefill_ns(self, num_tokens: int, context: int, step_tokens: int) -> float:
+        """Time on the card of a prompt's `num_tokens` after `context`, in steps of `step_tokens`, nothing beside it."""
+        if num_tokens <= 0:
+            return 0.0
+        steps = -(-num_tokens // max(1, step_tokens))
+        mean = num_tokens / steps
+        each = self._time(int(mean), 0.0, 0, 0)
+        return steps * each + self._c[5] * pairs(num_tokens, context) / 1e6
+
+    # ---- learning ----------------------------------------------------------------------------------------------------
+
+    def observe(self, work: StepWork, duration_ns: float) -> None:
+        """A step of `work` took `duration_ns`; times that cannot be (≤ 0) are ignored."""
+        if not duration_ns > 0:
+            return
+        predicted = self.predict(work)
+        if self.num_observed < _RESCALE_AT[-1]:
+            predicted = self._warm_up(work, predicted, duration_ns)
+        self.num_observed += 1
+        scale = max(predicted, duration_ns)
+        relative = (duration_ns - predicted) / scale  # −1 … 1
+        size = abs(relative)
+        self._note_error(relative, size)
+        limit = _HUBER * self.spread
+        weight = (1.0 if size <= limit else limit / size) / (scale * scale)
+        x = self._features(work)
+        system, side = self._systems[work.prefill_tokens > 0], self._sides[work.prefill_tokens > 0]
+        system *= 1 - 1 / _MEMORY
+        side *= 1 - 1 / _MEMORY
+        weighted = x * weight
+        system += weighted[:, None] * x
+        side += weighted * duration_ns
+        self._improve(_COORDINATES)
+        if self.num_observed % _ANCHOR_EVERY == 0:
+            # What is not seen any more stays as it was last seen, and does not creep back to the first prior.
+            self._anchor = self._theta.copy()
+
+    def _features(self, work: StepWork) -> _Vector:
+        tokens = self.padded(work.prefill_tokens + work.decode_rows)
+        return np.array(
+            (
+                1.0,
+                tokens / 256.0,
+                max(0.0, tokens - self._knot) / 256.0,
+                1.0 if work.prefill_tokens else 0.0,
+                work.prefill_tokens / 256.0,
+                work.prefill_pairs / 1e6,
+                work.decode_rows / 64.0,
+                work.decode_kv / 1e5,
+            )
+        )
+
+    def _improve(self, num: int) -> None:
+        """Move the next `num` coordinates to where the others want them, 0 or more."""
+        theta, c = self._theta, self._c
+        system = self._systems[0] + self._systems[1]
+        side = self._sides[0] + self._sides[1]
+        for _ in range(num):
+            j = self._next
+            self._next = (j + 1) % _NUM
+            row, weight = system[j], self._anchor_weights[j]
+            own = float(row[j]) + weight
+            pull = float(side[j] - row.dot(theta)) + weight * (float(self._anchor[j]) - c[j])
+            least = 1.0 if j == 0 else 0.0
+            theta[j] = c[j] = max(least, c[j] + pull / own)
+
+    def _note_error(self, relative: float, size: float) -> None:
+        self.spread = max(_SPREAD_MIN, self.spread * (1.03 if size > self.spread else 1 / 1.03))
+        rate = max(1 / 256, 1 / (self.num_observed))
+        self.error += rate * (size - self.error)
+        self.bias += rate * (relative - self.bias)
+        # An online quantile: up by 19 parts when exceeded, down by one when not.
+        step = 0.002 if relative > self.margin else -0.002 * (1 - _MARGIN_QUANTILE) / _MARGIN_QUANTILE
+        self.margin = min(_MARGIN_MAX, max(0.0, self.margin + step))
+
+    def _warm_up(self, work: StepWork, predicted: float, duration_ns: float) -> float:
+        """The prediction, after the prior was scaled if the first steps say that it is off as a whole."""
+        ratios = self._first_ratios
+        ratios.append(duration_ns / predicted)
+        if len(ratios) not in _RESCALE_AT:
+            return predicted
+        factor = sorted(ratios)[len(ratios) // 2]
+        self._first_ratios = [ratio / factor for ratio in ratios]
+        if 0.67 < factor < 1.5:
+            return predicted
+        self._theta *= factor
+        self._c = self._theta.tolist()
+        self._anchor = self._theta.copy()
+        self._set_anchor_weights()
+        return self.predict(work)
+
+    def _set_anchor_weights(self) -> None:
+        typical = np.maximum(self._anchor, 1e-3 * self._anchor[0])
+        self._anchor_weights: list[float] = (_PRIOR_WEIGHT / typical**2).tolist()
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def to_state(self) -> dict[str, object]:
+        """Plain values for a JSON file."""
+        return {
+            "version": _VERSION,
+            "coefficients": list(self._c),
+            "knot": self._knot,
+            "observed": self.num_observed,
+            "spread": self.spread,
+            "margin": self.margin,
+            "error": self.error,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, object], *, buckets: tuple[int, ...] = ()) -> CostModel:
+        """As saved: what was learnt is the prior of what will be.
+
+        Raises:
+            ValueError: not such a state, of another version, or with numbers that no run can have left.
+        """
+        values, knot = state.get("coefficients"), state.get("knot")
+        if state.get("version") != _VERSION or not isinstance(values, list) or len(values) != _NUM:
+            raise ValueError("not a cost model of this version")
+        numbers = [_number(value, "coefficients") for value in values]
+        if numbers[0] <= 0:
+            raise ValueError("coefficients: the first must be above 0")
+        model = cls(Coefficients(tuple(numbers), _number(knot, "knot")), buckets=buckets)
+        model.num_observed = int(_number(state.get("observed", 0), "observed"))
+        model.spread = min(1.0, max(_SPREAD_MIN, _number(state.get("spread", 0.1), "spread")))
+        model.margin = min(_MARGIN_MAX, _number(state.get("margin", 0.1), "margin"))
+        model.error = min(1.0, _number(state.get("error", 0.0), "error"))
+        return model
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where something is not a number, or below 0."""
+        assert all(math.isfinite(c) and c >= 0 for c in self._c), self._c
+        assert self._c[0] > 0
+        assert self._c == self._theta.tolist()
+        assert 0 <= self.margin <= _MARGIN_MAX
+        assert self.spread >= _SPREAD_MIN
+
+
+def describe(coefficients: Coefficients) -> dict[str, float]:
+    """In words and per single unit, ns: for people."""
+    names = ("step", "token", "token_beyond_knot", "prefill", "prefill_token", "prefill_pair", "decode_row", "kv_token")
+    return {name: c / u for name, c, u in zip(names, coefficients.values, _UNITS, strict=True)} | {
+        "knot_tokens": coefficients.knot
+    }
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}: not a number ≥ 0")
+    return float(value)
