@@ -81,12 +81,12 @@ def decode_server(frame: bytes, max_bytes: int = MAX_REPLY_BYTES) -> FromServer:
 
 
 def stream_to_refuse(frame: bytes) -> int | None:
-    """The stream that a `generate` which did not decode would have started, so that the refusal can name it."""
+    """The stream that a `generate` or `resume` which did not decode was about, so that the refusal can name it."""
     try:
         head = _head.decode(memoryview(frame)[1:])
     except Exception:  # noqa: BLE001  (hostile bytes; they were refused already)
         return None
-    return head.stream if head.t == "generate" else None
+    return head.stream if head.t in ("generate", "resume") else None
 
 
 def convert(values: Any, kind: type[_T]) -> _T:

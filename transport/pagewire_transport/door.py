@@ -1,6 +1,6 @@
 """A door: what engine and gateway share towards their clients. Who is connected, who is alive, who misbehaves.
 
-    stranger ── hello ──▶ connection ── generate, cancel, finish ──▶ handler
+    stranger ── hello ──▶ connection ── generate, cancel, … ──────▶ handler
        │                      │  silent, gone, goodbye, hello again, too many offences, reads no replies
        │ anything else        ▼
        ▼                   lost: `handler.on_lost`, once, whatever the reason
@@ -38,8 +38,10 @@ from pagewire_transport.messages import (
     GetStats,
     Goodbye,
     Hello,
+    Pause,
     Ping,
     Pong,
+    Resume,
     Stats,
     Welcome,
 )
@@ -47,6 +49,9 @@ from pagewire_transport.sockets import PeerGone, ServerSocket
 
 HELLO_FIRST: Final = "hello"
 """`field` of the refusal that tells a client that it is not (or no longer) known here."""
+
+StreamMessage = Generate | Resume | Cancel | Finish | Pause
+"""What a handler takes."""
 
 _RETRIES_A_ROUND: Final = 32
 _MAX_STRANGERS: Final = 1024
@@ -79,7 +84,7 @@ class Handler(Protocol):
         """
         ...
 
-    def on_message(self, connection: Connection, message: Generate | Cancel | Finish) -> None:
+    def on_message(self, connection: Connection, message: StreamMessage) -> None:
         """Take a message.
 
         Raises:
@@ -290,8 +295,8 @@ class Door:
                     self._ignore(connection.peer)
                     self._lose(connection, ProtocolError("too many messages that are none"))
             return
-        if isinstance(message, Generate | Cancel | Finish):
-            stream = message.stream if isinstance(message, Generate) else None
+        if isinstance(message, StreamMessage):
+            stream = message.stream if isinstance(message, Generate | Resume) else None
             try:
                 self._handler.on_message(connection, message)
             except PagewireError as error:

@@ -8,10 +8,12 @@ PagewireError                    base: `code`, `message`, `field`, `retry_after_
 ├── ProtocolError                "protocol"            a frame that is no message, or one that is out of order
 │   └── VersionMismatch          "version"             no protocol version in common
 ├── Overloaded                   "overloaded"          a queue or a limit is full; try again after `retry_after_ms`
+│   └── SlowReader               "slow_reader"         tokens were not read in time (`on_lag` cancel); can be resumed
 ├── Draining                     "draining"            the server is shutting down
 ├── Unauthorized                 "unauthorized"        key or capability refused
 ├── Cancelled                    "cancelled"           ended by its owner
 ├── ConnectionLost               "connection_lost"     the peer stopped answering
+│   └── TakenOver                "taken_over"          the stream was resumed over another connection
 ├── DeadlineExceeded             "deadline"            not done within the time asked for
 ├── ModelError                   "model"               a model folder or file that cannot be served
 ├── ConfigError                  "config"              an unknown key or a bad value in the configuration
@@ -82,6 +84,10 @@ class Overloaded(PagewireError):
     code = "overloaded"
 
 
+class SlowReader(Overloaded):
+    code = "slow_reader"
+
+
 class Draining(PagewireError):
     code = "draining"
 
@@ -96,6 +102,10 @@ class Cancelled(PagewireError):
 
 class ConnectionLost(PagewireError):
     code = "connection_lost"
+
+
+class TakenOver(ConnectionLost):
+    code = "taken_over"
 
 
 class DeadlineExceeded(PagewireError):

@@ -11,6 +11,9 @@ Requests refuse unknown fields by name; replies tolerate them, so that a newer s
       │ ◀── tokens(columns of all my streams)  │   at most one a step a connection
       │ ◀──────── finished(stream=7, choice=0) │   one a continuation
       │ ◀──────────────────── done(stream=7)   │   after the last `finished`
+      │              ⋮ the connection breaks   │
+      │ hello ───────────────────────────────▶ │   on a new connection
+      │ resume(stream=1, id, key, received) ─▶ │   answered as `generate`, with the tokens that are not received
       │ ping ─────────────────────▶ ◀─── pong  │
 """
 
@@ -20,16 +23,22 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pagewire_transport.params import SamplingParams
+from pagewire_transport.params import MAX_N, SamplingParams
 
 PROTOCOL_VERSION = 1
 MAX_STREAM = 2**32 - 1
 MAX_MESSAGES = 16_384
 MAX_TEMPLATE_KWARGS = 64
+MAX_MEMO_BYTES = 32_768
+"""Of `memo`: more than the largest parameters take."""
 
 Stream = Annotated[int, msgspec.Meta(ge=0, le=MAX_STREAM)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+ResumeKey = Annotated[str, msgspec.Meta(max_length=64)]
+PackedIds = bytes
+"""uint32 token ids, little-endian."""
+OnLag = Literal["coalesce", "pause", "cancel"]
 
 
 class _FromClient(
@@ -72,6 +81,31 @@ class Generate(_FromClient, tag="generate", frozen=True, kw_only=True):
     """Prefix cache entries are shared inside a namespace only."""
     echo_text: bool = True
     """Gateway: send text beside token ids. False saves the detokenising where the client does it."""
+    on_lag: OnLag = "coalesce"
+    """What happens when the client reads more slowly than tokens come, by more than the server's `max_lag_tokens`.
+    coalesce: it gets them later, in fewer messages. pause: none are generated until it has caught up. cancel: the stream
+    ends with the error `slow_reader`; it can be resumed, as after a lost connection."""
+    resumable: bool = True
+    """False: the stream ends with its connection, and nothing is kept of it."""
+    replay: Replay | None = None
+    """Engine only, for gateways: go on with a request that another engine began."""
+    memo: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMO_BYTES)] = b""
+    """Engine only, for gateways: kept with the stream, not looked at, and given back to whoever resumes it."""
+
+
+class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A request whose engine is lost, as a new engine goes on with it. `params.seed` must be the one that was in use.
+
+    The generated tokens stay generated tokens: they count in indices, usage, `max_tokens`, `min_tokens` and penalties.
+    The first token of choice c that is sent has the index len(output_ids[c]). A choice whose tokens are complete ends at
+    once.
+    """
+
+    request_id: Name
+    """The id and the key that the first engine gave; the stream keeps them."""
+    resume_key: ResumeKey
+    output_ids: Annotated[tuple[PackedIds, ...], msgspec.Meta(max_length=MAX_N)]
+    """What was generated so far, one for each of `n`."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,6 +132,35 @@ class Finish(_FromClient, tag="finish", frozen=True, kw_only=True):
     at: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
+class Resume(_FromClient, tag="resume", frozen=True, kw_only=True):
+    """Go on with a stream whose connection broke, or whose client was started anew, over this connection.
+
+    Answered by `accepted` (same id and key), the tokens from `received` on, `finished` for every choice that has ended
+    (also where that was told before), and `done`. Nothing is lost, nothing comes twice. A connection that had the stream
+    until now, and seems alive, is told the error `taken_over`.
+
+    Refused with `unknown_stream`, field `request_id`, where there is no such stream, where it is no longer kept, and
+    where the key is another one: the answer does not tell which.
+    """
+
+    stream: Stream
+    """Its number from now on; chosen by the client, unused so far on this connection."""
+    request_id: Name
+    resume_key: ResumeKey
+    received: bytes = b""
+    """uint32 × choices: how many tokens of each choice the client has, and so the index of the next one that it gets.
+    Empty: none of any. The texts of a choice go on after the text that came with these tokens."""
+    recall: bool = False
+    """Engine only, for gateways: `accepted` also has `prompt_ids`, `output_ids` and `memo`."""
+
+
+class Pause(_FromClient, tag="pause", frozen=True, kw_only=True):
+    """Generate nothing more for a stream for now, or go on with it. What was generated before is still sent."""
+
+    stream: Stream
+    paused: bool = True
+
+
 class Ping(_FromClient, tag="ping", frozen=True, kw_only=True):
     """Heartbeat. A connection that sends nothing for the server's `heartbeat_timeout_ms` is taken for lost."""
 
@@ -105,7 +168,7 @@ class Ping(_FromClient, tag="ping", frozen=True, kw_only=True):
 
 
 class Goodbye(_FromClient, tag="goodbye", frozen=True, kw_only=True):
-    """The client leaves; its streams are cancelled at once."""
+    """The client leaves; its streams are cancelled at once, and none can be resumed."""
 
 
 class GetStats(_FromClient, tag="get_stats", frozen=True, kw_only=True):
@@ -133,7 +196,7 @@ class Welcome(_FromServer, tag="welcome", frozen=True, kw_only=True):
 
 
 class Accepted(_FromServer, tag="accepted", frozen=True, kw_only=True):
-    """A `generate` passed every check and is queued."""
+    """A `generate` passed every check and is queued; or a `resume` found its stream."""
 
     stream: int
     request_id: str
@@ -141,6 +204,14 @@ class Accepted(_FromServer, tag="accepted", frozen=True, kw_only=True):
     num_prompt_tokens: int
     max_tokens: int
     """What `max_tokens` resolved to."""
+    resume_key: str = ""
+    """The secret that `resume` takes beside `request_id`: 32 hexadecimal digits. Empty: the stream cannot be resumed."""
+    prompt_ids: bytes = b""
+    """To a `resume` with `recall`: the prompt."""
+    output_ids: tuple[bytes, ...] = ()
+    """Likewise: the first `received` tokens of each choice."""
+    memo: bytes = b""
+    """Likewise: as it was given."""
 
 
 class LogprobColumns(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -250,5 +321,5 @@ class Stats(_FromServer, tag="stats", frozen=True, kw_only=True):
     values: dict[str, float]
 
 
-FromClient = Hello | Generate | Cancel | Finish | Ping | Goodbye | GetStats
+FromClient = Hello | Generate | Resume | Cancel | Finish | Pause | Ping | Goodbye | GetStats
 FromServer = Welcome | Accepted | Tokens | PromptLogprobs | Finished | Done | Error | Pong | Stats

@@ -25,14 +25,15 @@ from pagewire.request.request import Namespace, Request, TokenArray
 from pagewire.scheduler.outcome import StepOutcome
 from pagewire.scheduler.sequence import Sequence
 from pagewire.worker.interface import WorkerShape
-from pagewire_transport.door import Connection, Door, DoorLimits
+from pagewire_transport.door import Connection, Door, DoorLimits, StreamMessage
 from pagewire_transport.endpoints import default_endpoint
 from pagewire_transport.messages import (
     PROTOCOL_VERSION,
     Accepted,
     Cancel,
-    Finish,
     Generate,
+    Pause,
+    Resume,
     Welcome,
 )
 
@@ -205,11 +206,13 @@ class WireServer:
         reader = self._readers.get(connection)
         return reader is not None and stream in reader.streams
 
-    def on_message(self, connection: Connection, message: Generate | Cancel | Finish) -> None:
+    def on_message(self, connection: Connection, message: StreamMessage) -> None:
         """See `Handler`."""
         if isinstance(message, Generate):
             self._generate(connection, message)
             return
+        if isinstance(message, Resume | Pause):
+            raise UnsupportedFeature("is not served here", field="t")
         stream = self._owned(connection, message.stream)
         if isinstance(message, Cancel):
             for choice in stream.choices:
@@ -304,6 +307,8 @@ def _prompt_ids(message: Generate) -> TokenArray:
         UnsupportedFeature: text, which the gateway takes.
         InvalidRequest: no ids, or no whole number of them.
     """
+    if message.replay is not None or message.on_lag != "coalesce" or message.memo:
+        raise UnsupportedFeature("is not served here", field="replay, on_lag or memo")
     for field in ("prompt", "messages", "template_kwargs"):
         if getattr(message, field):
             raise UnsupportedFeature("this door takes token ids only; text is the gateway's", field=field)

@@ -35,7 +35,7 @@ from pagewire.gateway.columns import Run, runs
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire.gateway.upstream import Upstream
 from pagewire_client.text.text_stream import TextStream
-from pagewire_transport.door import refusal
+from pagewire_transport.door import StreamMessage, refusal
 from pagewire_transport.messages import (
     Accepted,
     Cancel,
@@ -46,7 +46,9 @@ from pagewire_transport.messages import (
     FromClient,
     FromServer,
     Generate,
+    Pause,
     PromptLogprobs,
+    Resume,
     Stats,
     Timings,
     Tokens,
@@ -215,12 +217,14 @@ class Gateway:
             heartbeat_timeout_ms=self._config.heartbeat_timeout_ms,
         )
 
-    def on_message(self, connection: Peer, message: Generate | Cancel | Finish) -> None:
+    def on_message(self, connection: Peer, message: StreamMessage) -> None:
         """Take one message of a client.
 
         Raises:
             PagewireError: it is refused; the door says so.
         """
+        if isinstance(message, Resume | Pause):
+            raise UnsupportedFeature("is not served here", field="t")
         client = self._clients.get(connection)
         if client is None:
             client = self._clients[connection] = Client(connection)
@@ -460,6 +464,8 @@ class Gateway:
 
 def _prompt_field(message: Generate) -> str:
     """The one of `prompt`, `messages` and `prompt_ids` that is given, checked for emptiness (F42)."""
+    if message.replay is not None or message.on_lag != "coalesce" or message.memo:
+        raise UnsupportedFeature("is not served here", field="replay, on_lag or memo")
     given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(message, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(
