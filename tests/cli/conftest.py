@@ -11,7 +11,8 @@ import pytest
 from tests.cli.echo_server import EchoServer
 
 from pagewire.supervisor.rendezvous import ServerFolder
-from pagewire_transport.door import Door, DoorLimits
+from pagewire_transport.door import Door
+from pagewire_transport.handler import DoorLimits
 from pagewire_transport.servers import ServerRecord
 
 

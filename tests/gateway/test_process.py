@@ -20,7 +20,9 @@ from pagewire.child import Report, decode_report
 from pagewire.cli.model_path import demo_model
 from pagewire.config import from_mapping
 from pagewire.errors import Draining, EngineFailed, InvalidRequest
-from pagewire_transport.door import Connection, Door, DoorLimits
+from pagewire_transport.connection import Connection
+from pagewire_transport.door import Door
+from pagewire_transport.handler import DoorLimits
 from pagewire_transport.messages import Accepted, Cancel, Done, Finish, Finished, Generate, Timings, Usage, Welcome
 
 MODEL = demo_model()

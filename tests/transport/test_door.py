@@ -11,8 +11,10 @@ import pytest
 from tests.server.bench import RawPeer, until
 
 from pagewire_transport.codec import encode
-from pagewire_transport.door import Connection, Door, DoorLimits
+from pagewire_transport.connection import Connection
+from pagewire_transport.door import Door
 from pagewire_transport.errors import Draining, InvalidRequest
+from pagewire_transport.handler import DoorLimits
 from pagewire_transport.messages import (
     Cancel,
     Error,
@@ -66,10 +68,10 @@ class Recorder:
 
 
 @asynccontextmanager
-async def opened(now_ns=None, **limits):
+async def opened(now_ns=None, files=None, admin=None, **limits):
     handler = Recorder()
     limits = {"max_message_bytes": 10_000, "heartbeat_timeout_ms": 60_000, **limits}
-    options = {} if now_ns is None else {"now_ns": now_ns}
+    options = {"files": files, "admin": admin} | ({} if now_ns is None else {"now_ns": now_ns})
     door = Door(
         "ipc://*",
         handler=handler,

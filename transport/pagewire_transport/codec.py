@@ -15,8 +15,14 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from pagewire_transport.errors import InvalidRequest, PagewireError, ProtocolError, VersionMismatch
-from pagewire_transport.messages import PROTOCOL_VERSION, FromClient, FromServer, Stream
+from pagewire_transport.errors import (
+    InvalidRequest,
+    PagewireError,
+    ProtocolError,
+    UnsupportedFeature,
+    VersionMismatch,
+)
+from pagewire_transport.messages import PROTOCOL_VERSION, RESERVED_TAGS, FromClient, FromServer, Stream
 
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
 """What a server takes by default; its `welcome` says what it really takes."""
@@ -41,7 +47,12 @@ class _Head(msgspec.Struct, frozen=True):
     stream: Stream | None = None
 
 
+class _Tag(msgspec.Struct, frozen=True):
+    t: str
+
+
 _head: msgspec.msgpack.Decoder[_Head] = msgspec.msgpack.Decoder(_Head)
+_tag_alone: msgspec.msgpack.Decoder[_Tag] = msgspec.msgpack.Decoder(_Tag)
 
 
 def encode(message: FromClient | FromServer) -> bytes:
@@ -54,6 +65,7 @@ def decode_client(frame: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> FromClien
 
     Raises:
         VersionMismatch: the frame is of another protocol version.
+        UnsupportedFeature: the message is reserved for a later version.
         InvalidRequest: a field is missing, unknown, of the wrong type or out of range; `field` is its dotted path.
         ProtocolError: too long, or no message at all.
     """
@@ -61,7 +73,10 @@ def decode_client(frame: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> FromClien
     try:
         return _from_client.decode(body)
     except msgspec.ValidationError as error:
-        raise refusal_of(str(error)) from None
+        refused = refusal_of(str(error))
+        if refused.field == "t" and _tag(body) in RESERVED_TAGS:
+            refused = UnsupportedFeature("reserved for a later version of the protocol", field="t")
+        raise refused from None
     except Exception as error:  # noqa: BLE001  (nesting too deep, out of memory, …: always the frame's fault)
         raise ProtocolError(f"not a message: {_brief(str(error))}") from None
 
@@ -78,6 +93,14 @@ def decode_server(frame: bytes, max_bytes: int = MAX_REPLY_BYTES) -> FromServer:
         return _from_server.decode(body)
     except Exception as error:  # noqa: BLE001  (as above)
         raise ProtocolError(f"not a message: {_brief(str(error))}") from None
+
+
+def _tag(body: memoryview) -> str:
+    """Of a message that did not decode."""
+    try:
+        return _tag_alone.decode(body).t
+    except Exception:  # noqa: BLE001  (hostile bytes; they were refused already)
+        return ""
 
 
 def stream_to_refuse(frame: bytes) -> int | None:

@@ -15,10 +15,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-from pagewire_transport.codec import MAX_MESSAGE_BYTES, decode_client, encode, stream_to_refuse
+import msgspec
+
+from pagewire_transport.codec import decode_client, encode, stream_to_refuse
+from pagewire_transport.connection import Connection
 from pagewire_transport.errors import (
     Cancelled,
     ConnectionLost,
@@ -26,148 +28,40 @@ from pagewire_transport.errors import (
     Overloaded,
     PagewireError,
     ProtocolError,
+    Unauthorized,
     VersionMismatch,
 )
+from pagewire_transport.files import Files
+from pagewire_transport.handler import Admin, DoorLimits, Handler, StreamMessage
 from pagewire_transport.messages import (
     PROTOCOL_VERSION,
-    Cancel,
+    AdminDone,
+    Drain,
     Error,
-    Finish,
     FromServer,
     Generate,
+    GetFile,
+    GetLoad,
     GetStats,
     Goodbye,
     Hello,
-    Pause,
+    Limits,
+    Load,
     Ping,
     Pong,
+    Reload,
     Resume,
     Stats,
-    Welcome,
 )
 from pagewire_transport.sockets import PeerGone, ServerSocket
 
 HELLO_FIRST: Final = "hello"
 """`field` of the refusal that tells a client that it is not (or no longer) known here."""
 
-StreamMessage = Generate | Resume | Cancel | Finish | Pause
-"""What a handler takes."""
-
 _RETRIES_A_ROUND: Final = 32
 _MAX_STRANGERS: Final = 1024
 _IGNORED_FOR_NS: Final = 60 * 10**9
 _RETRY_AFTER_MS: Final = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class DoorLimits:
-    """What peers may do."""
-
-    max_connections: int = 1024
-    max_message_bytes: int = MAX_MESSAGE_BYTES
-    heartbeat_ms: int = 1000
-    heartbeat_timeout_ms: int = 10_000
-    max_offences: int = 8
-    """Malformed messages, after which the peer is dropped and ignored for a minute."""
-    max_unsent: int = 10_000
-    """Replies that a connection does not take, after which it is dropped. Tokens are not among them: see the handlers."""
-
-
-class Handler(Protocol):
-    """What stands behind a door. All are plain calls on the loop."""
-
-    def welcome(self) -> Welcome:
-        """The answer to a hello.
-
-        Raises:
-            PagewireError: nobody is let in now.
-        """
-        ...
-
-    def on_message(self, connection: Connection, message: StreamMessage) -> None:
-        """Take a message.
-
-        Raises:
-            PagewireError: it is refused; the door tells the client.
-        """
-        ...
-
-    def has_stream(self, connection: Connection, stream: int) -> bool:
-        """The stream is open, so that a refusal must not seem to end it."""
-        ...
-
-    def on_writable(self, connection: Connection) -> None:
-        """The connection was blocked and no longer is."""
-        ...
-
-    def on_lost(self, connection: Connection, reason: PagewireError) -> None:
-        """The connection is over; nothing can be sent to it. Once for each connection."""
-        ...
-
-    def stats(self) -> dict[str, float]:
-        """For `get_stats`."""
-        ...
-
-    @property
-    def is_ready(self) -> bool:
-        """For `pong`: new streams would be taken."""
-        ...
-
-    @property
-    def unready(self) -> str:
-        """For `pong`: why not. Asked only where they would not."""
-        ...
-
-
-class Connection:
-    """One client that said hello.
-
-    Frames go out in the order of the calls. One that the peer does not take now is kept, and `is_blocked` is true until
-    it is gone; whoever streams through the connection makes nothing new meanwhile.
-    """
-
-    __slots__ = ("_door", "_unsent", "client", "heard_ns", "is_open", "offences", "peer")
-
-    def __init__(self, door: Door, peer: bytes, client: str, heard_ns: int) -> None:
-        self._door = door
-        self._unsent: deque[bytes] = deque()
-        self.peer = peer
-        self.client = client
-        self.heard_ns = heard_ns
-        self.offences = 0
-        self.is_open = True
-
-    @property
-    def is_blocked(self) -> bool:
-        """The peer takes nothing now; `Handler.on_writable` tells when it does. Also true once it is lost."""
-        return bool(self._unsent) or not self.is_open
-
-    @property
-    def num_unsent(self) -> int:
-        """Frames that wait here."""
-        return len(self._unsent)
-
-    def try_send(self, message: FromServer) -> bool:
-        """Send, or do nothing and return False: the peer takes nothing now, or is lost. Never raises."""
-        return not self.is_blocked and self._door.try_send(self, encode(message))
-
-    def send(self, message: FromServer) -> None:
-        """Send; keep it if the peer takes nothing now. Never raises."""
-        self.send_frame(encode(message))
-
-    def send_frame(self, frame: bytes) -> None:
-        """As `send`, of an encoded message."""
-        if self._unsent or not self._door.try_send(self, frame):
-            self._door.keep(self, frame, self._unsent)
-
-    def flush(self) -> bool:
-        """Send what is kept; whether it is all gone."""
-        unsent = self._unsent
-        while unsent:
-            if not self._door.try_send(self, unsent[0]):
-                return False
-            unsent.popleft()
-        return True
 
 
 class Door:
@@ -178,6 +72,8 @@ class Door:
         handler: what stands behind it.
         limits: see there.
         on_fault: told of exceptions of our own code: (what was being done, the exception).
+        files: what `get_file` serves.
+        admin: takes `drain` and `reload`; None: they are refused here.
         now_ns: the clock for heartbeats.
 
     Raises:
@@ -191,11 +87,15 @@ class Door:
         handler: Handler,
         limits: DoorLimits,
         on_fault: Callable[[str, Exception], None],
+        files: Files | None = None,
+        admin: Admin | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._handler = handler
         self._limits = limits
         self._on_fault = on_fault
+        self._files = files or Files()
+        self._admin = admin
         self._now_ns = now_ns
         self._loop = asyncio.get_running_loop()
         self._connections: dict[bytes, Connection] = {}
@@ -308,14 +208,38 @@ class Door:
             is_ready = self._handler.is_ready
             reason = "" if is_ready else self._handler.unready
             connection.try_send(Pong(nonce=message.nonce, ready=is_ready, reason=reason))
-        elif isinstance(message, GetStats):
-            connection.send(Stats(values=self._handler.stats()))
+        elif isinstance(message, GetStats | GetLoad | GetFile | Drain | Reload):
+            try:
+                if connection.is_blocked:  # else a peer that asks and does not read would make us keep the answers
+                    raise Overloaded("read the answers first", retry_after_ms=_RETRY_AFTER_MS)
+                connection.send(self._answer(message))
+            except PagewireError as error:
+                self._refuse(connection, error, None)
         elif isinstance(message, Goodbye):
             self._lose(connection, Cancelled("the client said goodbye"))
         else:
             # Another process under the same identity, or a client that gave its streams up: it starts anew (F12).
             self._lose(connection, ConnectionLost("the client said hello again"))
             self._greet(connection.peer, message)
+
+    def _answer(self, message: GetStats | GetLoad | GetFile | Drain | Reload) -> FromServer:
+        """What needs no stream.
+
+        Raises:
+            PagewireError: it is refused.
+        """
+        if isinstance(message, GetFile):
+            return self._files.piece(message)
+        if isinstance(message, GetStats | GetLoad):
+            stats = self._handler.stats()
+            return (
+                Stats(values=stats) if isinstance(message, GetStats) else _load(stats, is_ready=self._handler.is_ready)
+            )
+        if self._admin is None:
+            raise Unauthorized("taken at the server's admin socket only", field="t")
+        if isinstance(message, Drain):
+            return AdminDone(what="drain", message=self._admin.drain())
+        return AdminDone(what="reload", message=self._admin.reload())
 
     def _refuse(self, connection: Connection, error: PagewireError, stream: int | None) -> None:
         if stream is not None and self._handler.has_stream(connection, stream):
@@ -351,7 +275,11 @@ class Door:
                     f"{self._limits.max_connections} connections are open, no more are allowed",
                     retry_after_ms=_RETRY_AFTER_MS,
                 )
-            welcome = self._handler.welcome()
+            welcome = msgspec.structs.replace(
+                self._handler.welcome(),
+                limits=Limits(max_offences=self._limits.max_offences),
+                files=self._files.infos,
+            )
         except PagewireError as error:
             self._answer_stranger(peer, refusal(error, None))
             return
@@ -415,6 +343,19 @@ def refusal(error: PagewireError, stream: int | None) -> Error:
     """The message that tells a client about `error`; with `stream`, that stream is over."""
     return Error(
         code=error.code, message=error.message, stream=stream, field=error.field, retry_after_ms=error.retry_after_ms
+    )
+
+
+def _load(stats: dict[str, float], *, is_ready: bool) -> Load:
+    def of(*names: str) -> int:
+        return int(sum(stats.get(name, 0.0) for name in names))
+
+    return Load(
+        ready=is_ready,
+        running=of("sequences_running"),
+        waiting=of("sequences_waiting", "gateway_prompts_waiting"),
+        kv_blocks=of("kv_blocks"),
+        kv_blocks_used=of("kv_blocks_used"),
     )
 
 

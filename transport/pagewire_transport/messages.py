@@ -23,7 +23,15 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pagewire_transport.params import MAX_N, SamplingParams
+from pagewire_transport.params import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
 
 PROTOCOL_VERSION = 1
 MAX_STREAM = 2**32 - 1
@@ -31,6 +39,11 @@ MAX_MESSAGES = 16_384
 MAX_TEMPLATE_KWARGS = 64
 MAX_MEMO_BYTES = 32_768
 """Of `memo`: more than the largest parameters take."""
+MAX_FILE_PIECE = 64 * 2**10
+"""Bytes of a file in one `file_piece`."""
+
+RESERVED_TAGS = frozenset({"kv_offer", "kv_want", "kv_blocks", "kv_taken", "kv_drop"})
+"""For moving KV blocks between engines. A server of version 1 refuses them with the code `unsupported`."""
 
 Stream = Annotated[int, msgspec.Meta(ge=0, le=MAX_STREAM)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -175,7 +188,51 @@ class GetStats(_FromClient, tag="get_stats", frozen=True, kw_only=True):
     """Ask for one `stats` message."""
 
 
+class GetLoad(_FromClient, tag="get_load", frozen=True, kw_only=True):
+    """Ask for one `load` message."""
+
+
+class GetFile(_FromClient, tag="get_file", frozen=True, kw_only=True):
+    """Ask for one `file_piece` of a file that `welcome` lists."""
+
+    name: Name
+    offset: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+
+
+class Drain(_FromClient, tag="drain", frozen=True, kw_only=True):
+    """Admin socket only: refuse new streams, let the open ones end in time, and stop. Answered by `admin_done`."""
+
+
+class Reload(_FromClient, tag="reload", frozen=True, kw_only=True):
+    """Admin socket only: read the files of keys again. Answered by `admin_done`."""
+
+
 # ---- server → client -------------------------------------------------------------------------------------------------
+
+
+class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that `get_file` serves."""
+
+    name: str
+    size: int
+    sha256: str
+    """64 hexadecimal digits in lower case."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that a request may have; beyond it the answer is `invalid_request`."""
+
+    max_n: int = MAX_N
+    max_stop_strings: int = MAX_STOP_STRINGS
+    max_stop_chars: int = MAX_STOP_BYTES
+    max_stop_token_ids: int = MAX_STOP_TOKEN_IDS
+    max_logit_bias: int = MAX_LOGIT_BIAS
+    max_top_logprobs: int = MAX_TOP_LOGPROBS
+    max_messages: int = MAX_MESSAGES
+    max_template_kwargs: int = MAX_TEMPLATE_KWARGS
+    max_file_piece: int = MAX_FILE_PIECE
+    max_offences: int = 8
+    """Frames that are no messages, after which a peer is dropped and ignored for a minute."""
 
 
 class Welcome(_FromServer, tag="welcome", frozen=True, kw_only=True):
@@ -193,6 +250,11 @@ class Welcome(_FromServer, tag="welcome", frozen=True, kw_only=True):
     heartbeat_ms: int
     heartbeat_timeout_ms: int
     eos_ids: tuple[int, ...] = ()
+    versions: tuple[int, ...] = (PROTOCOL_VERSION,)
+    """All that the server speaks; `version` is the one of this connection."""
+    limits: Limits = Limits()
+    files: tuple[FileInfo, ...] = ()
+    """The tokenizer's: what a client needs that makes text of token ids itself. See `get_file`."""
 
 
 class Accepted(_FromServer, tag="accepted", frozen=True, kw_only=True):
@@ -321,5 +383,39 @@ class Stats(_FromServer, tag="stats", frozen=True, kw_only=True):
     values: dict[str, float]
 
 
-FromClient = Hello | Generate | Resume | Cancel | Finish | Pause | Ping | Goodbye | GetStats
-FromServer = Welcome | Accepted | Tokens | PromptLogprobs | Finished | Done | Error | Pong | Stats
+class Load(_FromServer, tag="load", frozen=True, kw_only=True):
+    """How busy the server is, for whoever spreads requests over several."""
+
+    ready: bool
+    running: int
+    """Continuations that get tokens."""
+    waiting: int
+    """Continuations that wait for room, and prompts that wait to be tokenised."""
+    kv_blocks: int
+    """Blocks of KV memory."""
+    kv_blocks_used: int
+
+
+class FilePiece(_FromServer, tag="file_piece", frozen=True, kw_only=True):
+    """Bytes `offset` … of a file, `MAX_FILE_PIECE` at most; none at its end."""
+
+    name: str
+    offset: int
+    data: bytes
+    size: int
+    """Of the whole file."""
+
+
+class AdminDone(_FromServer, tag="admin_done", frozen=True, kw_only=True):
+    """A `drain` or `reload` was done, or begun."""
+
+    what: str
+    message: str = ""
+
+
+FromClient = (
+    Hello | Generate | Resume | Cancel | Finish | Pause | Ping | Goodbye | GetStats | GetLoad | GetFile | Drain | Reload
+)
+FromServer = (
+    Welcome | Accepted | Tokens | PromptLogprobs | Finished | Done | Error | Pong | Stats | Load | FilePiece | AdminDone
+)

@@ -25,7 +25,8 @@ from pagewire.scheduler.outcome import StepOutcome
 from pagewire.scheduler.sequence import Sequence
 from pagewire.step.step import PromptLogprobRows
 from pagewire_transport.codec import encode
-from pagewire_transport.door import Connection, refusal
+from pagewire_transport.connection import Connection
+from pagewire_transport.door import refusal
 
 _LATE_TOKENS: Final = 16_384
 """Tokens in a message made from cursors: 64 KiB, so that what libzmq holds for a slow reader stays small."""

@@ -25,8 +25,10 @@ from pagewire.request.request import Namespace, Request, TokenArray
 from pagewire.scheduler.outcome import StepOutcome
 from pagewire.scheduler.sequence import Sequence
 from pagewire.worker.interface import WorkerShape
-from pagewire_transport.door import Connection, Door, DoorLimits, StreamMessage
+from pagewire_transport.connection import Connection
+from pagewire_transport.door import Door
 from pagewire_transport.endpoints import default_endpoint
+from pagewire_transport.handler import DoorLimits, StreamMessage
 from pagewire_transport.messages import (
     PROTOCOL_VERSION,
     Accepted,

@@ -26,7 +26,7 @@ from pagewire.request.request import Request
 from pagewire.scheduler.sequence import Sequence
 from pagewire.step.step import Int32Array, PromptLogprobRows
 from pagewire_transport.codec import encode
-from pagewire_transport.door import Connection
+from pagewire_transport.connection import Connection
 from pagewire_transport.messages import Done, Finished, PromptLogprobs, Timings, Tokens, Usage
 
 NO_READER: Final = -1

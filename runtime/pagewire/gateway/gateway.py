@@ -35,7 +35,8 @@ from pagewire.gateway.columns import Run, runs
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire.gateway.upstream import Upstream
 from pagewire_client.text.text_stream import TextStream
-from pagewire_transport.door import StreamMessage, refusal
+from pagewire_transport.door import refusal
+from pagewire_transport.handler import StreamMessage
 from pagewire_transport.messages import (
     Accepted,
     Cancel,

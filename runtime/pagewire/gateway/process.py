@@ -20,8 +20,9 @@ from pagewire.gateway.preparation import Preparation
 from pagewire.text.text_model import TextModel
 from pagewire.text.tokenizer import load_text_model
 from pagewire_client.text.text_stream import TextStream
-from pagewire_transport.door import Door, DoorLimits
+from pagewire_transport.door import Door
 from pagewire_transport.endpoints import default_endpoint
+from pagewire_transport.handler import DoorLimits
 from pagewire_transport.link import Link
 from pagewire_transport.messages import ChatMessage
 

@@ -1,0 +1,47 @@
+"""The golden vectors are what the codec makes, and what they say of themselves is true."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagewire_transport.codec import decode_client, decode_server, stream_to_refuse
+from pagewire_transport.errors import PagewireError
+
+ROOT = Path(__file__).parents[2]
+VECTORS = ROOT / "transport" / "vectors"
+
+
+def load(name):
+    return json.loads((VECTORS / name).read_text())["vectors"]
+
+
+def test_the_files_are_up_to_date():
+    script = ROOT / "scripts" / "protocol_vectors.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["client.json", "server.json", "tolerated.json", "refused.json"])
+def test_names_are_unique(name):
+    names = [vector["name"] for vector in load(name)]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("vector", load("refused.json"), ids=lambda vector: vector["name"])
+def test_refused(vector):
+    frame = bytes.fromhex(vector["frame"])
+    with pytest.raises(PagewireError) as caught:
+        decode_client(frame) if vector["from"] == "client" else decode_server(frame)
+    assert caught.value.code == vector["code"]
+    if vector["from"] == "client":
+        assert (caught.value.field, stream_to_refuse(frame)) == (vector["field"], vector["stream"])
+
+
+@pytest.mark.parametrize("vector", load("server.json"), ids=lambda vector: vector["name"])
+def test_a_client_takes_every_message_of_a_server(vector):
+    assert decode_server(bytes.fromhex(vector["frame"])).__struct_config__.tag == vector["message"]["t"]
