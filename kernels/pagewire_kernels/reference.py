@@ -49,6 +49,45 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 
 
+MAX_E4M3 = 448.0
+"""The largest number of E4M3."""
+_LEAST = 2.0**-100  # a row of zeros has some scale, too
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 with a scale a row: x ≈ values × scales, the largest of each row being ±448.
+
+    Args:
+        x: [rows, n].
+
+    Returns:
+        values float8_e4m3fn [rows, n], and scales float32 [rows].
+    """
+    wide = x.float()
+    scales = wide.abs().amax(dim=1).clamp(min=_LEAST) / MAX_E4M3
+    return (wide / scales[:, None]).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn), scales
+
+
+def dequantise_rows(values: Tensor, scales: Tensor) -> Tensor:
+    """What `quantise_rows` stands for, float32 [rows, n]."""
+    return values.float() * scales[:, None]
+
+
+def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """The product of two E4M3 matrices, y = (x₈ · W₈ᵀ) · s_x · s_w; the rows of x are rounded here.
+
+    Args:
+        x: [M, K].
+        weight: float8_e4m3fn [N, K].
+        scales: float32 [N].
+
+    Returns:
+        float32 [M, N].
+    """
+    values, x_scales = quantise_rows(x)
+    return values.float() @ weight.float().t() * x_scales[:, None] * scales
+
+
 def rope_tables(inv_freq: Tensor, num_positions: int, begin: int = 0) -> tuple[Tensor, Tensor]:
     """The cos and sin of position × frequency, float32 [num_positions, head_dim / 2].
 

@@ -49,6 +49,13 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         msgspec.Meta(description="auto: float32 on a CPU, bfloat16 on a GPU"),
     ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "none", "fp8"],
+        msgspec.Meta(
+            description="of the layers' matrices; auto: as the checkpoint has them; fp8: E4M3, a scale an output channel "
+            "and one a token; none: what is in fp8 is widened"
+        ),
+    ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], msgspec.Meta(description="where it runs")] = "auto"
     max_model_len: Annotated[int, msgspec.Meta(ge=0, description="longest sequence in tokens; 0: the model's own")] = 0
 

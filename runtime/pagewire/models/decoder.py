@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from pagewire.models.config import DecoderConfig
 from pagewire.models.rope import RopeTable
 from pagewire.models.weights import DecoderWeights, LayerWeights
-from pagewire_kernels import cpu
+from pagewire_kernels import cpu, reference
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, num_heads, head_dim], k [T, num_kv_heads, head_dim], v likewise) → [T, num_heads × head_dim]."""
@@ -126,7 +126,7 @@ class Decoder:
     ) -> tuple[Tensor, ...]:
         """Queries, keys and values of each token, turned by its position."""
         config = self.config
-        heads = self.project(self._norm(x, layer.attn_norm), layer.qkv, layer.qkv_bias)
+        heads = self._product(self._norm(x, layer.attn_norm), layer.qkv, layer.qkv_bias)
         heads = heads.view(x.shape[0], -1, config.head_dim)
         turned = heads[:, : config.num_heads + config.num_kv_heads]
         if layer.qk_norm is not None:
@@ -137,15 +137,21 @@ class Decoder:
 
     def _after_attention(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of a layer: output projection and gated feed-forward, each added to what came in."""
-        added = self.project(attended, layer.attn_out, layer.attn_out_bias)
+        added = self._product(attended, layer.attn_out, layer.attn_out_bias)
         if layer.post_attn_norm is not None:
             added = self._norm(added, layer.post_attn_norm)
         x = added.add_(x)
-        inner = self.project(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
-        added = self.project(self._each(self._gate, inner), layer.down, layer.down_bias)
+        inner = self._product(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+        added = self._product(self._each(self._gate, inner), layer.down, layer.down_bias)
         if layer.post_mlp_norm is not None:
             added = self._norm(added, layer.post_mlp_norm)
         return added.add_(x)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A layer's; where matrices are of E4M3, each token is rounded to it first, as on a card."""
+        if self.weights.is_fp8:
+            x = self._each(_rounded, x)
+        return self.project(x, weight, bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._each(lambda rows: cpu.rms_norm(rows, weight, self._eps), x)
@@ -166,6 +172,10 @@ class Decoder:
         assert x.shape[0] % self.tile == 0, (x.shape, self.tile)
         tiles: Sequence[Tensor] = x.split(self.tile)
         return tiles
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return reference.dequantise_rows(*reference.quantise_rows(x))
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from pagewire.errors import ModelError
 from pagewire.gguf_header import read_header
 from pagewire.models.config import DecoderConfig
 from pagewire.models.gguf_config import PERMUTED, check_extents, from_gguf, num_bytes
-from pagewire.models.weights import DecoderWeights, TensorNames, assemble, bias_of
+from pagewire.models.weights import DecoderWeights, Kinds, TensorNames, assemble, bias_of
 
 NAMES: Final = TensorNames(
     embedding="token_embd.weight",
@@ -97,6 +97,16 @@ class GGUFFile:
         out.copy_(values)
         self._forget(name)
 
+    def is_fp8(self, name: str) -> bool:
+        """See `TensorSource`: GGUF has no E4M3."""
+        del name
+        return False
+
+    def row_scales(self, name: str) -> Tensor | None:
+        """See `TensorSource`."""
+        del name
+        return None
+
     def _forget(self, name: str) -> None:
         """Take a tensor's pages out of the process; those that all tensors were read from would add up to the file."""
         info = self._tensors[name]
@@ -126,17 +136,15 @@ class GGUFFile:
         return out.reshape(info.shape)
 
 
-def load(
-    path: Path, dtype: torch.dtype, device: torch.device, vector_dtype: torch.dtype | None = None
-) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
-    """Configuration, weights and EOS ids of a GGUF file; see `assemble` for the types.
+def load(path: Path, kinds: Kinds) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+    """Configuration, weights and EOS ids of a GGUF file.
 
     Raises:
         ModelError: whatever keeps it from being served.
     """
     file = GGUFFile(path)
     config = file.read_config()
-    weights = assemble(config, file, NAMES, dtype, device, vector_dtype=vector_dtype)
+    weights = assemble(config, file, NAMES, kinds)
     if file.shape(_ROPE_FACTORS) == (config.head_dim // 2,):
         weights.rope_factors = torch.empty(config.head_dim // 2)
         file.read_into(_ROPE_FACTORS, weights.rope_factors)

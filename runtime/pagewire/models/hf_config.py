@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pagewire.errors import ModelError
+from pagewire.models import fp8_layouts
 from pagewire.models.config import ROPE_TYPES, Activation, DecoderConfig, LayerConfig, RopeConfig
 from pagewire.models.fields import flag, positive, positive_or_none, refuse, shown, table, whole
 
@@ -67,7 +68,8 @@ def from_hf(values: Mapping[str, Any]) -> DecoderConfig:
         raise ModelError(f"architecture {shown(architecture)} is not supported; supported: {', '.join(ARCHITECTURES)}")
     values = {**_DEFAULTS[architecture], **values}
     gemma = architecture.startswith("gemma")
-    for key in ("quantization_config", "num_local_experts", "num_experts"):
+    fp8_layouts.check(values.get("quantization_config"))
+    for key in ("num_local_experts", "num_experts"):
         refuse(values, key, None, (None,))
     refuse(values, "use_bidirectional_attention", False, (False, None))
     hidden_size, num_heads = whole(values, "hidden_size"), whole(values, "num_attention_heads")

@@ -11,6 +11,7 @@ from pagewire.config import ModelConfig
 from pagewire.errors import ConfigError, ModelError
 from pagewire.models import dummy, gguf, safetensors
 from pagewire.models.decoder import Decoder
+from pagewire.models.weights import Kinds
 
 _LOADERS: Final = {"gguf": gguf.load, "safetensors": safetensors.load, "dummy": dummy.load}
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,14 +23,16 @@ def load_model(
     auto_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     vector_dtype: torch.dtype | None = None,
+    keeps_fp8: bool = False,
 ) -> Decoder:
     """Load a model.
 
     Args:
-        config: `path`, `load_format`, `dtype`, `name` and `max_model_len` are read.
+        config: all but `device` is read.
         auto_dtype: what `dtype="auto"` means on the caller's device.
         device: where the weights go.
         vector_dtype: of norms and biases; None: as matrices.
+        keeps_fp8: see `pagewire.models.weights.Kinds`.
 
     Raises:
         ModelError: the model cannot be served; one line that says why and what to do.
@@ -44,7 +47,8 @@ def load_model(
     if kind == "safetensors" and path.is_file():
         path = path.parent
     dtype = auto_dtype if config.dtype == "auto" else _DTYPES[config.dtype]
-    decoder_config, weights, eos_ids = _LOADERS[kind](path, dtype, torch.device(device), vector_dtype)
+    kinds = Kinds(dtype, torch.device(device), vector_dtype, config.quantization, keeps_fp8)
+    decoder_config, weights, eos_ids = _LOADERS[kind](path, kinds)
     if config.max_model_len > decoder_config.max_positions:
         raise ConfigError(
             f"{config.max_model_len} is more than the {decoder_config.max_positions} tokens of this model",

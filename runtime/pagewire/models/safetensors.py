@@ -12,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagewire.errors import ModelError
+from pagewire.models import fp8_layouts
 from pagewire.models.config import DecoderConfig
 from pagewire.models.hf_config import from_hf
-from pagewire.models.weights import DecoderWeights, TensorNames, assemble
+from pagewire.models.weights import DecoderWeights, Kinds, TensorNames, assemble
 
 NAMES: Final = TensorNames(
     embedding="model.embed_tokens.weight",
@@ -45,6 +46,7 @@ _INNER_PREFIXES: Final = ("language_model.model.", "model.language_model.")
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _DTYPES: Final = ("F64", "F32", "F16", "BF16")
+_FP8: Final = "F8_E4M3"
 
 
 class SafetensorsFolder:
@@ -73,11 +75,36 @@ class SafetensorsFolder:
 
     def read_into(self, name: str, out: Tensor) -> None:
         """See `TensorSource`."""
+        kind, values = self._read(name)
+        if kind == _FP8 and out.dtype != torch.float8_e4m3fn:
+            values = fp8_layouts.widen(name, values.to(out.device), self._scales(name))
+        elif kind not in (*_DTYPES, _FP8):
+            raise ModelError(
+                f"{self._folder}: tensor {name} is of type {kind}; supported: {', '.join(_DTYPES)}, {_FP8}"
+            )
+        out.copy_(values)
+
+    def is_fp8(self, name: str) -> bool:
+        """See `TensorSource`."""
         with _opened(self._where[name]) as file:
-            kind = file.get_slice(name).get_dtype()
-            if kind not in _DTYPES:
-                raise ModelError(f"{self._folder}: tensor {name} is of type {kind}; supported: {', '.join(_DTYPES)}")
-            out.copy_(file.get_tensor(name))
+            return bool(file.get_slice(name).get_dtype() == _FP8)
+
+    def row_scales(self, name: str) -> Tensor | None:
+        """See `TensorSource`."""
+        if not self.is_fp8(name):
+            return None
+        return fp8_layouts.row_scales(name, self._shapes[name], self._scales(name))
+
+    def _scales(self, name: str) -> Tensor:
+        """Those beside a tensor in E4M3."""
+        found = next((s for s in fp8_layouts.scale_names(name) if s in self._where), None)
+        if found is None:
+            raise ModelError(f"{self._folder}: tensor {name} is of type {_FP8}, but its scale is missing")
+        return self._read(found)[1].float()
+
+    def _read(self, name: str) -> tuple[str, Tensor]:
+        with _opened(self._where[name]) as file:
+            return file.get_slice(name).get_dtype(), file.get_tensor(name)
 
     def names(self, config: DecoderConfig) -> TensorNames:
         """How its tensors are called."""
@@ -98,10 +125,8 @@ def _opened(path: Path) -> Any:
         raise ModelError(f"{path} is truncated or damaged ({error}); download it again") from None
 
 
-def load(
-    folder: Path, dtype: torch.dtype, device: torch.device, vector_dtype: torch.dtype | None = None
-) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
-    """Configuration, weights and EOS ids of a folder; see `assemble` for the types.
+def load(folder: Path, kinds: Kinds) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+    """Configuration, weights and EOS ids of a folder.
 
     Raises:
         ModelError: whatever keeps it from being served.
@@ -111,9 +136,7 @@ def load(
         config,
         source,
         source.names(config),
-        dtype,
-        device,
-        vector_dtype=vector_dtype,
+        kinds,
         norm_offset=1.0 if config.architecture.startswith("gemma") else 0.0,
     )
     return config, weights, eos_ids(folder)

@@ -8,20 +8,26 @@ whole model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from pagewire.errors import ModelError
 from pagewire.models.config import DecoderConfig
+from pagewire_kernels import reference
 
+Quantization = Literal["auto", "none", "fp8"]
+"""Of the layers' matrices: auto as the source has them."""
 _SHOWN: Final = 3
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. Matrices are [out, in], as `torch.nn.functional.linear` takes them; what a family lacks is None."""
+    """One layer. Matrices are [out, in], as `torch.nn.functional.linear` takes them; what a family lacks is None.
+
+    A matrix in E4M3 has a scale for each output beside it: what it stands for is matrix × scale.
+    """
 
     attn_norm: Tensor  # [hidden]
     qkv: Tensor  # [q_size + 2 × kv_size, hidden]
@@ -36,17 +42,45 @@ class LayerWeights:
     qk_norm: Tensor | None = None  # [num_heads + num_kv_heads, head_dim], a row for each head
     post_attn_norm: Tensor | None = None  # [hidden]
     post_mlp_norm: Tensor | None = None  # [hidden]
+    qkv_scale: Tensor | None = None  # float32 [q_size + 2 × kv_size]
+    attn_out_scale: Tensor | None = None  # float32 [hidden]
+    gate_up_scale: Tensor | None = None  # float32 [2 × intermediate]
+    down_scale: Tensor | None = None  # float32 [hidden]
 
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """All of them. With tied embeddings `lm_head` is the very tensor `embedding`."""
+    """All of them. With tied embeddings `lm_head` is the very tensor `embedding`.
+
+    Attributes:
+        is_fp8: the layers' matrices are, or stand for, E4M3 × scale; their inputs are rounded likewise, token by token.
+    """
 
     embedding: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
     final_norm: Tensor  # [hidden]
     lm_head: Tensor  # [vocab, hidden]
     rope_factors: Tensor | None = None  # float32 [head_dim / 2], divides the frequencies (GGUF's rope_freqs)
+    is_fp8: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Of what type weights are made, and where.
+
+    Attributes:
+        dtype: of matrices.
+        device: where they go.
+        vector_dtype: of norms and biases; None: as matrices.
+        quantization: of the layers' matrices. Embedding and output product are of `dtype` always.
+        keeps_fp8: E4M3 stays E4M3, with scales; otherwise its values are widened to `dtype` once they are rounded.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    vector_dtype: torch.dtype | None = None
+    quantization: Quantization = "auto"
+    keeps_fp8: bool = False
 
 
 class TensorSource(Protocol):
@@ -57,7 +91,18 @@ class TensorSource(Protocol):
         ...
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Write the tensor into `out`, whose shape is the tensor's, converting to its dtype."""
+        """Write the tensor into `out`, whose shape is the tensor's, converting to its dtype.
+
+        Into one of E4M3, as it is stored, where `row_scales` has scales for it.
+        """
+        ...
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether the tensor is stored in E4M3."""
+        ...
+
+    def row_scales(self, name: str) -> Tensor | None:
+        """float32 [out], the scale of each row of a tensor that is stored in E4M3; None: it has none, or scaled blocks."""
         ...
 
 
@@ -118,14 +163,7 @@ def bias_of(name: str) -> str:
 
 
 def assemble(
-    config: DecoderConfig,
-    source: TensorSource,
-    names: TensorNames,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    vector_dtype: torch.dtype | None = None,
-    norm_offset: float = 0.0,
+    config: DecoderConfig, source: TensorSource, names: TensorNames, kinds: Kinds, *, norm_offset: float = 0.0
 ) -> DecoderWeights:
     """Read all weights of a decoder, each tensor straight to where it stays.
 
@@ -133,47 +171,81 @@ def assemble(
         config: of the decoder.
         source: of the tensors.
         names: in it.
-        dtype: of matrices.
-        device: where they go.
-        vector_dtype: of norms and biases; None: as matrices.
+        kinds: of weights.
         norm_offset: added to the weights of norms (Gemma's checkpoints store w for 1 + w).
 
     Raises:
         ModelError: tensors are missing or have another shape than the configuration says; it names them.
     """
     _check_shapes(source, _expected(config, names))
-    reader = _Reader(source, dtype, vector_dtype or dtype, device, norm_offset)
+    as_fp8 = kinds.quantization == "fp8" or (kinds.quantization == "auto" and source.is_fp8(names.down.format(0)))
+    reader = _Reader(source, kinds, norm_offset, as_fp8)
     embedding = reader.matrix(names.embedding)
     return DecoderWeights(
         embedding=embedding,
         layers=[_layer(config, reader, names, i) for i in range(config.num_layers)],
         final_norm=reader.norm(names.final_norm),
         lm_head=embedding if config.tie_embeddings else reader.matrix(names.lm_head),
+        is_fp8=as_fp8,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
     source: TensorSource
-    dtype: torch.dtype
-    vector_dtype: torch.dtype
-    device: torch.device
+    kinds: Kinds
     norm_offset: float
+    as_fp8: bool
 
     def matrix(self, *parts: str) -> Tensor:
         """Parts below one another."""
-        return self._read(parts, self.dtype)
+        return self._read(parts, self.kinds.dtype)
+
+    def projection(self, *parts: str) -> tuple[Tensor, Tensor | None]:
+        """As `matrix`, of a layer: in E4M3 with scales where the configuration says so."""
+        if not self.as_fp8:
+            return self.matrix(*parts), None
+        shapes = [self.source.shape(part) or () for part in parts]
+        num_rows, device = sum(shape[0] for shape in shapes), self.kinds.device
+        dtype = torch.float8_e4m3fn if self.kinds.keeps_fp8 else self.kinds.dtype
+        out = torch.empty(num_rows, shapes[0][1], dtype=dtype, device=device)
+        scales = torch.empty(num_rows, dtype=torch.float32, device=device)
+        at = 0
+        for part, shape in zip(parts, shapes, strict=True):
+            rows = slice(at, at + shape[0])
+            at += shape[0]
+            values = self._read_fp8(part, shape, scales[rows])
+            out[rows].copy_(values if self.kinds.keeps_fp8 else reference.dequantise_rows(values, scales[rows]))
+        return out, scales if self.kinds.keeps_fp8 else None
+
+    def _read_fp8(self, name: str, shape: tuple[int, ...], scales: Tensor) -> Tensor:
+        """One tensor in E4M3: as it is stored, or else rounded here."""
+        stored = self.source.row_scales(name)
+        if stored is not None:
+            scales.copy_(stored)
+            values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.kinds.device)
+            self.source.read_into(name, values)
+            return values
+        wide = torch.empty(shape, dtype=torch.float32, device=self.kinds.device)
+        self.source.read_into(name, wide)
+        values, made = reference.quantise_rows(wide)
+        scales.copy_(made)
+        return values
 
     def bias(self, *parts: str) -> Tensor:
-        return self._read(tuple(bias_of(part) for part in parts), self.vector_dtype)
+        return self._read(tuple(bias_of(part) for part in parts), self._vector_dtype)
 
     def norm(self, *parts: str) -> Tensor:
         # The sum is rounded once, to where it stays.
-        return self._read(parts, torch.float32).add_(self.norm_offset).to(self.vector_dtype)
+        return self._read(parts, torch.float32).add_(self.norm_offset).to(self._vector_dtype)
+
+    @property
+    def _vector_dtype(self) -> torch.dtype:
+        return self.kinds.vector_dtype or self.kinds.dtype
 
     def _read(self, parts: tuple[str, ...], dtype: torch.dtype) -> Tensor:
         shapes = [self.source.shape(part) or () for part in parts]
-        out = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device=self.device)
+        out = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device=self.kinds.device)
         at = 0
         for part, shape in zip(parts, shapes, strict=True):
             self.source.read_into(part, out[at : at + shape[0]])
@@ -185,13 +257,15 @@ def _layer(config: DecoderConfig, reader: _Reader, names: TensorNames, i: int) -
     q, k, v, attn_out, gate, up, down = (
         name.format(i) for name in (names.q, names.k, names.v, names.attn_out, names.gate, names.up, names.down)
     )
+    products = [reader.projection(*parts) for parts in ((q, k, v), (attn_out,), (gate, up), (down,))]
+    (qkv, qkv_scale), (out, out_scale), (gate_up, gate_up_scale), (down_, down_scale) = products
     return LayerWeights(
         attn_norm=reader.norm(names.attn_norm.format(i)),
-        qkv=reader.matrix(q, k, v),
-        attn_out=reader.matrix(attn_out),
+        qkv=qkv,
+        attn_out=out,
         mlp_norm=reader.norm(names.mlp_norm.format(i)),
-        gate_up=reader.matrix(gate, up),
-        down=reader.matrix(down),
+        gate_up=gate_up,
+        down=down_,
         qkv_bias=reader.bias(q, k, v) if config.qkv_bias else None,
         attn_out_bias=reader.bias(attn_out) if config.attn_out_bias else None,
         gate_up_bias=reader.bias(gate, up) if config.mlp_bias else None,
@@ -199,6 +273,10 @@ def _layer(config: DecoderConfig, reader: _Reader, names: TensorNames, i: int) -
         qk_norm=_qk_norm(config, reader, names, i) if config.qk_norm else None,
         post_attn_norm=reader.norm(names.post_attn_norm.format(i)) if config.post_norms else None,
         post_mlp_norm=reader.norm(names.post_mlp_norm.format(i)) if config.post_norms else None,
+        qkv_scale=qkv_scale,
+        attn_out_scale=out_scale,
+        gate_up_scale=gate_up_scale,
+        down_scale=down_scale,
     )
 
 

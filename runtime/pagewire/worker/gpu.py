@@ -77,7 +77,7 @@ class GpuWorker:
             device = CudaDevice()
             free = device.free_bytes()
             try:
-                decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device)
+                decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device, keeps_fp8=True)
                 return cls(config, decoder, device)
             except torch.OutOfMemoryError:
                 raise ConfigError(

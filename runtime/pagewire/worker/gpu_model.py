@@ -87,6 +87,8 @@ def check_covered(decoder: Decoder) -> None:
     Raises:
         ConfigError: it names architecture and features.
     """
+    if decoder.weights.is_fp8:
+        raise ConfigError("a GPU does not compute with weights in FP8 yet; a CPU does", field="model.quantization")
     missing = decoder.config.beyond_llama(decoder.max_model_len)
     if missing:
         raise ConfigError(
