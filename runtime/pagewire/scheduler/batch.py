@@ -14,7 +14,7 @@ the numbers, each once a step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from pagewire.request.request import TokenArray
 from pagewire.scheduler.in_flight import RowIndex
 from pagewire.scheduler.sequence import NO_ROW, Sequence, SequenceState
 from pagewire.step.step import NULL_BLOCK, Int32Array
+
+NO_LIMIT: Final = 2**31 - 1
+"""Headroom of an empty batch."""
 
 _Array = TypeVar("_Array", RowIndex, Int32Array)
 
@@ -68,6 +71,7 @@ class Batch:
         self.slot = np.zeros(max_rows, np.int32)
         self.decodes = np.zeros(max_rows, np.bool_)  # changed by `set_decodes` alone
         self._decode_set: DecodeSet | None = None
+        self.headroom = NO_LIMIT  # steps in which no decoding row can reach its limit
         self.sequences: list[Sequence | None] = [None] * max_rows
         # Lowest row first: a small batch stays at the front of every array.
         self.num_placed = 0
@@ -79,6 +83,11 @@ class Batch:
         """Whether `rows` take part in the next decode steps."""
         self.decodes[rows] = value
         self._decode_set = None
+
+    def start_decoding(self, row: int, room: int) -> None:
+        """From the next plan on, `row` decodes; it may have `room` tokens more."""
+        self.set_decodes(row, True)
+        self.headroom = min(self.headroom, room)
 
     def decode_set(self) -> DecodeSet:
         """Who decodes. O(1) as long as nobody joined or left, otherwise a few whole-array operations."""

@@ -145,6 +145,18 @@ class Draft:
         return plan, rows, sample_rows
 
 
+class Drafts:
+    """The draft of the step to come, and that of the one after, for what already must wait for it."""
+
+    def __init__(self) -> None:
+        self.current = Draft()
+        self.next = Draft()
+
+    def turn(self) -> None:
+        """The step to come is planned."""
+        self.current, self.next = self.next, Draft()
+
+
 def _joined(parts: list[Int32Array]) -> Int32Array:
     if not parts:
         return _EMPTY

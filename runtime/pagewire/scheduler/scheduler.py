@@ -15,31 +15,26 @@ progresses, and everyone becomes most senior in the end (F24).
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Final
-
 import numpy as np
 
 from pagewire.config import SchedulerConfig
-from pagewire.errors import ConfigError, InternalError, NumericError, Overloaded, PagewireError, PromptTooLong
+from pagewire.errors import ConfigError, InternalError, Overloaded, PagewireError, PromptTooLong
 from pagewire.request.request import Request, TokenArray
 from pagewire.scheduler.admission import Admission
-from pagewire.scheduler.batch import Batch
-from pagewire.scheduler.commit import commit_logprobs, trim_prompt_logprobs
-from pagewire.scheduler.constants import ascending, ones
+from pagewire.scheduler.batch import NO_LIMIT, Batch
 from pagewire.scheduler.departures import Departures
-from pagewire.scheduler.draft import Draft
+from pagewire.scheduler.draft import Drafts
 from pagewire.scheduler.in_flight import InFlight, PlannedStep, RowIndex
 from pagewire.scheduler.memory import KvMemory
 from pagewire.scheduler.outcome import StepOutcome
+from pagewire.scheduler.prefill import Prefill
+from pagewire.scheduler.results import Results
 from pagewire.scheduler.sequence import NO_ROW, Sequence, SequenceState
+from pagewire.scheduler.slots import Slots
 from pagewire.scheduler.victims import choose_victim
 from pagewire.scheduler.waiting import PrefixWaits, WaitingQueue
-from pagewire.step.step import Int32Array, RowJoin, SampleFlag, StepPlan, StepResult
+from pagewire.step.step import Int32Array, StepPlan, StepResult
 from pagewire_transport.messages import FinishReason
-
-NO_LIMIT: Final = 2**31 - 1
-"""Headroom of an empty batch."""
 
 
 class Scheduler:
@@ -77,12 +72,20 @@ class Scheduler:
         self._in_flight = InFlight()
         self.departures = Departures(self.batch, self.memory, self.waiting, self.prefixes, self._in_flight)
         self.admission = Admission(self.batch, self.memory, self.waiting, self.prefixes, self.departures, config)
-        self._draft = Draft()  # the step to come
-        self._next_draft = Draft()  # and what already must wait for the one after
+        self._drafts = Drafts()
+        self.prefill = Prefill(
+            self.batch,
+            self.memory,
+            self.departures,
+            self.admission,
+            self._in_flight,
+            self._drafts,
+            eos_ids=eos_ids,
+        )
+        self._results = Results(self.batch, self.memory, self.departures, self.prefixes, self._end)
         self._next_step = 0
         self._next_order = 0
-        self._headroom = NO_LIMIT  # steps in which no decoding row can reach its limit
-        self._slots = _Slots()
+        self._slots = Slots()
         self._live: dict[int, Sequence] = {}  # by order
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -165,7 +168,7 @@ class Scheduler:
             row = sequence.row
             room = int(self.batch.limit[row] - self.batch.num_scheduled[row]) - 1
             if room > 0 and not sequence.is_leaving:
-                self._decode(row, room)
+                self.batch.start_decoding(row, room)
         elif sequence.row == NO_ROW and sequence.leader is None:
             self.waiting.push(sequence)
 
@@ -188,17 +191,17 @@ class Scheduler:
         everyone = batch.decode_set()
         rows, starts = self._decode_rows(everyone.rows, now_ns)
         in_flight.begin(step, rows)
-        self._prefill(self.max_step_tokens - rows.size, now_ns)
-        if rows.size == 0 and not self._draft.has_chunks:
+        self.prefill.plan(step, self.max_step_tokens - rows.size, now_ns)
+        if rows.size == 0 and not self._drafts.current.has_chunks:
             in_flight.abandon()
             return None
         decode_set = everyone if rows is everyone.rows else None
         if rows.size:
             self._advance(rows, starts)
-        plan, named, sampled = self._draft.finish(step, rows, starts, batch.epoch, decode_set)
+        plan, named, sampled = self._drafts.current.finish(step, rows, starts, batch.epoch, decode_set)
         if plan.rows.size > rows.size:
             decode_set = None
-        self._draft, self._next_draft = self._next_draft, Draft()
+        self._drafts.turn()
         if plan.copy_src.size:
             self.departures.release_at(step, np.concatenate([plan.copy_src, plan.copy_dst]))
         in_flight.commit(PlannedStep(step, named, sampled, in_flight.planning_last, decode_set, batch.num_departures))
@@ -227,20 +230,20 @@ class Scheduler:
         batch = self.batch
         batch.num_scheduled[rows] = starts + 1
         # Nobody can reach its limit before the smallest room that was left is used up.
-        self._headroom -= 1
-        if self._headroom > 0:
+        batch.headroom -= 1
+        if batch.headroom > 0:
             return
         room = batch.limit.take(rows) - starts - 2
         self._in_flight.planning_last |= not room.all()
         batch.set_decodes(rows[room == 0], False)
         left = batch.limit[batch.decodes] - batch.num_scheduled[batch.decodes] - 1
-        self._headroom = int(left.min()) if left.size else NO_LIMIT
+        batch.headroom = int(left.min()) if left.size else NO_LIMIT
 
     def _grow(self, rows: RowIndex, blocks: Int32Array) -> None:
         cols = self.batch.num_blocks[rows]
         self.batch.table[rows, cols] = blocks
         self.batch.num_blocks[rows] = cols + 1
-        self._draft.grow_blocks(rows.astype(np.int32), cols, blocks)
+        self._drafts.current.grow_blocks(rows.astype(np.int32), cols, blocks)
 
     def _grow_by_seniority(self, rows: RowIndex, now_ns: int) -> list[int]:
         """Blocks are short: the most senior rows get theirs, juniors are preempted; who got one."""
@@ -255,7 +258,7 @@ class Scheduler:
                 victim = choose_victim(batch, sequence, self.config.max_preemptions)
                 if victim is None:
                     break
-                self.departures.preempt(victim, self._draft)
+                self.departures.preempt(victim, self._drafts.current)
                 block = self.memory.try_take(1)
             if block is not None:
                 row = sequence.row
@@ -268,95 +271,8 @@ class Scheduler:
                 if batch.num_rows == 1:
                     self.fail(sequence, InternalError("KV blocks ran out for the only sequence"), now_ns)
                 else:
-                    self.departures.preempt(sequence, self._draft)
+                    self.departures.preempt(sequence, self._drafts.current)
         return granted
-
-    def _prefill(self, budget: int, now_ns: int) -> None:
-        """Chunks for sequences in prefill, then for newcomers, within `budget` tokens."""
-        for sequence in tuple(self.departures.prefilling):
-            if budget <= 0:
-                return
-            if not sequence.is_leaving:
-                budget -= self._chunk(sequence, budget)
-        while budget > 0:
-            admitted = self.admission.admit_next(self._next_step, now_ns, self._draft)
-            if admitted is None:
-                return
-            self._draft.join(self._join_of(admitted))
-            budget -= self._chunk(admitted, budget)
-
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Schedule the next tokens of a sequence in prefill; how many."""
-        batch, row = self.batch, sequence.row
-        start = int(batch.num_scheduled[row])
-        known = int(batch.num_known[row])
-        n = min(budget, known - start)
-        chunk = self._draft.add_chunk(row, start, batch.ledger[row, start : start + n])
-        batch.num_scheduled[row] = start + n
-        self._in_flight.planning_chunks.add(row)
-        top = sequence.request.params.prompt_logprobs
-        if top is not None and start < sequence.num_prompt:
-            self._draft.want_prompt_logprobs(chunk, top)
-        if start + n == known:
-            self.departures.prefilling.remove(sequence)
-            if known < batch.limit[row]:
-                self._start_decoding(sequence, chunk)
-                self._fork(sequence, chunk)
-        return n
-
-    def _start_decoding(self, sequence: Sequence, chunk: int) -> None:
-        batch, row = self.batch, sequence.row
-        self._draft.sample(chunk, row)
-        sequence.state = SequenceState.PAUSED if sequence.is_paused else SequenceState.RUNNING
-        room = int(batch.limit[row] - batch.num_known[row]) - 1
-        self._in_flight.planning_last |= room == 0
-        if room > 0 and not sequence.is_paused:
-            self._decode(row, room)
-
-    def _decode(self, row: int, room: int) -> None:
-        """From the next plan on, `row` decodes; it may have `room` tokens more."""
-        self.batch.set_decodes(row, True)
-        self._headroom = min(self._headroom, room)
-
-    def _fork(self, leader: Sequence, chunk: int) -> None:
-        """The leader's followers start: they share its full blocks; its partial tail is copied in the next step."""
-        followers, leader.followers = leader.followers, []
-        tails, leader.fork_blocks = leader.fork_blocks, leader.fork_blocks[:0]
-        self.departures.num_reserved_rows -= len(followers)
-        shared = self.batch.blocks(leader.row)
-        tail = shared[shared.size - 1 :] if tails.size else shared[:0]
-        shared = shared[: shared.size - tail.size]
-        if followers:
-            self.memory.fork(leader, shared, followers)
-        for i, follower in enumerate(followers):
-            follower.leader = None
-            follower.num_cached = leader.num_cached
-            follower.first_scheduled_ns = leader.first_scheduled_ns
-            row = self.batch.place(follower)
-            blocks = np.concatenate([shared, tails[i : i + tail.size]])
-            self.batch.append_blocks(row, blocks)
-            self.batch.num_scheduled[row] = leader.num_prompt
-            self._in_flight.planning_chunks.add(row)
-            self._draft.set_blocks(row, 0, blocks)
-            self._draft.join(self._join_of(follower))
-            self._start_decoding(follower, chunk)
-            if tail.size:
-                # The tail's KV is written by this very step. Both ends stay alive until the copy is done.
-                self.memory.share(tail)
-                self.memory.share(blocks[-1:])
-                self._next_draft.copy_block(int(tail[0]), int(blocks[-1]))
-
-    def _join_of(self, sequence: Sequence) -> RowJoin:
-        row, request = sequence.row, sequence.request
-        return RowJoin(
-            row=row,
-            epoch=int(self.batch.epoch[row]),
-            params=request.params,
-            seed=sequence.seed,
-            prompt_ids=request.prompt_ids,
-            output_ids=self.batch.output_ids(row).copy(),
-            eos_ids=() if request.params.ignore_eos else self.eos_ids,
-        )
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
@@ -364,126 +280,10 @@ class Scheduler:
         """Commit a step: the oldest that is planned and not applied."""
         planned = self._in_flight.steps.popleft()
         assert result.step == plan.step == planned.step, (result.step, plan.step, planned.step)
-        has_chunks = plan.rows.size > plan.num_decode
-        samples, rows = self._drawn(plan, planned, result)
-        outcome = self._commit(plan, planned, result, samples, rows)
-        if has_chunks:
-            self._advance_chunks(plan, result, outcome)
-            self._finish_prefills(plan, samples, now_ns)
-        self._end_sampled(plan, result, samples, rows, outcome.token_ids, now_ns, reaches_limit=planned.reaches_limit)
-        if has_chunks:
-            self._finish_unsampled(plan, now_ns)
-        self.departures.pass_fence(plan.step, self._draft)
+        outcome = self._results.commit_step(plan, planned, result, now_ns)
+        self.departures.pass_fence(plan.step, self._drafts.current)
         outcome.ended = self._report_ended()
         return outcome
-
-    def _advance_chunks(self, plan: StepPlan, result: StepResult, outcome: StepOutcome) -> None:
-        """Positions of prompts that are computed now, and their log-probabilities."""
-        batch = self.batch
-        chunks = slice(plan.num_decode, None)
-        rows = plan.rows[chunks]
-        ours = batch.epoch[rows] == plan.epochs[chunks]
-        batch.num_computed[rows[ours]] = (plan.starts[chunks] + plan.num_tokens[chunks])[ours]
-        for rows_of in result.prompt_logprobs:
-            if ours[rows_of.entry - plan.num_decode]:
-                trimmed = trim_prompt_logprobs(batch.sequences[plan.rows[rows_of.entry]], rows_of)
-                if trimmed is not None:
-                    outcome.prompt_logprobs.append(trimmed)
-
-    def _drawn(self, plan: StepPlan, planned: PlannedStep, result: StepResult) -> tuple[Int32Array, RowIndex]:
-        """Samples whose token counts, and the rows that it goes to: all of them, in most steps."""
-        num_samples = plan.sample_rows.size
-        assert result.counts.size == result.flags.size == num_samples
-        complete = result.token_ids.size == num_samples
-        if complete and planned.departures == self.batch.num_departures:
-            return ascending(num_samples), planned.sample_rows
-        assert complete or result.token_ids.size == result.counts.sum(), "tokens and counts disagree"
-        drawn = self.batch.epoch.take(planned.sample_rows) == plan.sample_epochs
-        if not complete:
-            drawn &= result.counts == 1
-        samples = drawn.nonzero()[0]
-        return samples.astype(np.int32), planned.sample_rows.take(samples)
-
-    def _commit(
-        self, plan: StepPlan, planned: PlannedStep, result: StepResult, samples: Int32Array, rows: RowIndex
-    ) -> StepOutcome:
-        """Append the drawn tokens to the ledger."""
-        batch, token_ids, together = self.batch, result.token_ids, planned.decode_set
-        if together is not None and rows is together.rows:
-            known, slots, num_prompt = plan.starts + 1, together.slots, together.num_prompt
-        else:
-            known, slots, num_prompt = batch.num_known.take(rows), batch.slot.take(rows), batch.num_prompt.take(rows)
-        if token_ids.size != samples.size:
-            complete = token_ids.size == result.counts.size  # a token each: no need to add up where they lie
-            token_ids = token_ids.take(samples if complete else (np.cumsum(result.counts) - result.counts)[samples])
-        batch.ledger[rows, known] = token_ids
-        batch.num_known[rows] = known + 1
-        outcome = StepOutcome(plan.step, slots, known - num_prompt, ones(rows.size), token_ids, samples)
-        if result.logprobs is not None:
-            outcome.logprobs = commit_logprobs(result.logprobs, samples, result.counts.size)
-        return outcome
-
-    def _end_sampled(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        samples: Int32Array,
-        rows: RowIndex,
-        token_ids: Int32Array,
-        now_ns: int,
-        *,
-        reaches_limit: bool,
-    ) -> None:
-        """End who stopped, reached its limit, or had no good logits."""
-        batch = self.batch
-        flagged = np.count_nonzero(result.flags) > 0
-        if not flagged and not reaches_limit:
-            return
-        ends = batch.num_known.take(rows) >= batch.limit.take(rows)
-        if flagged:
-            stopped = (result.flags[samples] & SampleFlag.STOPPED) != 0
-            for i in np.flatnonzero(stopped):
-                self._end(self._sequence_in(rows[i]), "stop", now_ns, stop=int(token_ids[i]))
-            ends &= ~stopped
-        if np.count_nonzero(ends):
-            for row in rows[ends]:
-                self._end(self._sequence_in(row), "length", now_ns)
-        if flagged:
-            for s in np.flatnonzero(result.flags & SampleFlag.NUMERIC):
-                row = plan.sample_rows[s]
-                if batch.epoch[row] == plan.sample_epochs[s]:
-                    error = NumericError("the model gave NaN or infinite logits for this request")
-                    self.fail(self._sequence_in(row), error, now_ns)
-
-    def _finish_unsampled(self, plan: StepPlan, now_ns: int) -> None:
-        """Prompts that were computed for their log-probabilities alone (max_tokens 0)."""
-        batch = self.batch
-        for row, epoch in zip(plan.rows[plan.num_decode :], plan.epochs[plan.num_decode :], strict=True):
-            sequence = batch.sequences[row] if batch.epoch[row] == epoch else None
-            if sequence is None or sequence.request.max_tokens > 0:
-                continue
-            if batch.num_computed[row] == batch.num_known[row]:
-                self._end(sequence, "length", now_ns)
-
-    def _sequence_in(self, row: np.intp | np.int32) -> Sequence:
-        sequence = self.batch.sequences[row]
-        assert sequence is not None
-        return sequence
-
-    def _finish_prefills(self, plan: StepPlan, samples: Int32Array, now_ns: int) -> None:
-        """First tokens: their prompts are computed, and proven by good logits; now they may be found by others."""
-        batch = self.batch
-        for s in samples[np.searchsorted(samples, plan.num_decode) :]:
-            row, entry = int(plan.sample_rows[s]), int(plan.sample_entries[s])
-            sequence = self._sequence_in(np.intp(row))
-            if sequence.first_token_ns is None:
-                sequence.first_token_ns = now_ns
-            sequence.is_proven = True
-            computed = int(plan.starts[entry] + plan.num_tokens[entry])
-            batch.num_computed[row] = computed
-            if row == plan.rows[entry]:  # followers hold the same blocks
-                self.memory.publish(sequence, batch.ledger[row, :computed], batch.blocks(row))
-            self.departures.wake(self.prefixes.end(sequence))
 
     def _end(
         self,
@@ -495,7 +295,7 @@ class Scheduler:
         error: PagewireError | None = None,
         keep: int | None = None,
     ) -> bool:
-        ended = self.departures.end(sequence, reason, now_ns, self._draft, stop=stop, error=error, keep=keep)
+        ended = self.departures.end(sequence, reason, now_ns, self._drafts.current, stop=stop, error=error, keep=keep)
         if ended:
             del self._live[sequence.order]
         return ended
@@ -535,7 +335,7 @@ class Scheduler:
         holders = [self.batch.blocks(s.row) for s in self.batch.sequences if s is not None]
         holders += [s.fork_blocks for s in self._live.values()]
         holders += list(self.departures.held_blocks())
-        pending = self._draft.copies() + self._next_draft.copies()
+        pending = self._drafts.current.copies() + self._drafts.next.copies()
         holders += [np.array(pending, np.int32).reshape(-1)]
         expected = np.bincount(np.concatenate(holders), minlength=self.memory.pool.num_blocks)
         actual = self.memory.pool.ref
@@ -556,20 +356,3 @@ class Scheduler:
                 assert places == 1 or (places == 2 and sequence.is_paused and sequence.leader is not None), places
         reserved = sum(len(s.followers) for s in self._live.values() if s.row != NO_ROW)
         assert reserved == self.departures.num_reserved_rows, (reserved, self.departures.num_reserved_rows)
-
-
-class _Slots:
-    """Small ints for live sequences, the longest unused one first."""
-
-    def __init__(self) -> None:
-        self._free: deque[int] = deque()
-        self._next = 0
-
-    def take(self) -> int:
-        if self._free:
-            return self._free.popleft()
-        self._next += 1
-        return self._next - 1
-
-    def give_back(self, slot: int) -> None:
-        self._free.append(slot)

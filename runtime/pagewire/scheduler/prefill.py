@@ -1,0 +1,119 @@
+"""Prefill: chunks of prompts, and what starts when the last of them is planned: decoding, and the forks of a request."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagewire.scheduler.admission import Admission
+from pagewire.scheduler.batch import Batch
+from pagewire.scheduler.departures import Departures
+from pagewire.scheduler.draft import Drafts
+from pagewire.scheduler.in_flight import InFlight
+from pagewire.scheduler.memory import KvMemory
+from pagewire.scheduler.sequence import Sequence, SequenceState
+from pagewire.step.step import RowJoin
+
+
+class Prefill:
+    """Plans the prompts' part of a step."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        memory: KvMemory,
+        departures: Departures,
+        admission: Admission,
+        in_flight: InFlight,
+        drafts: Drafts,
+        *,
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        self._batch = batch
+        self._memory = memory
+        self._departures = departures
+        self._admission = admission
+        self._in_flight = in_flight
+        self._drafts = drafts
+        self._eos_ids = eos_ids
+
+    def plan(self, step: int, budget: int, now_ns: int) -> None:
+        """Chunks for sequences in prefill, then for newcomers, within `budget` tokens."""
+        for sequence in tuple(self._departures.prefilling):
+            if budget <= 0:
+                return
+            if not sequence.is_leaving:
+                budget -= self._chunk(sequence, budget)
+        while budget > 0:
+            admitted = self._admission.admit_next(step, now_ns, self._drafts.current)
+            if admitted is None:
+                return
+            self._drafts.current.join(self._join_of(admitted))
+            budget -= self._chunk(admitted, budget)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Schedule the next tokens of a sequence in prefill; how many."""
+        batch, row = self._batch, sequence.row
+        start = int(batch.num_scheduled[row])
+        known = int(batch.num_known[row])
+        n = min(budget, known - start)
+        chunk = self._drafts.current.add_chunk(row, start, batch.ledger[row, start : start + n])
+        batch.num_scheduled[row] = start + n
+        self._in_flight.planning_chunks.add(row)
+        top = sequence.request.params.prompt_logprobs
+        if top is not None and start < sequence.num_prompt:
+            self._drafts.current.want_prompt_logprobs(chunk, top)
+        if start + n == known:
+            self._departures.prefilling.remove(sequence)
+            if known < batch.limit[row]:
+                self._start_decoding(sequence, chunk)
+                self._fork(sequence, chunk)
+        return n
+
+    def _start_decoding(self, sequence: Sequence, chunk: int) -> None:
+        batch, row = self._batch, sequence.row
+        self._drafts.current.sample(chunk, row)
+        sequence.state = SequenceState.PAUSED if sequence.is_paused else SequenceState.RUNNING
+        room = int(batch.limit[row] - batch.num_known[row]) - 1
+        self._in_flight.planning_last |= room == 0
+        if room > 0 and not sequence.is_paused:
+            batch.start_decoding(row, room)
+
+    def _fork(self, leader: Sequence, chunk: int) -> None:
+        """The leader's followers start: they share its full blocks; its partial tail is copied in the next step."""
+        followers, leader.followers = leader.followers, []
+        tails, leader.fork_blocks = leader.fork_blocks, leader.fork_blocks[:0]
+        self._departures.num_reserved_rows -= len(followers)
+        shared = self._batch.blocks(leader.row)
+        tail = shared[shared.size - 1 :] if tails.size else shared[:0]
+        shared = shared[: shared.size - tail.size]
+        if followers:
+            self._memory.fork(leader, shared, followers)
+        for i, follower in enumerate(followers):
+            follower.leader = None
+            follower.num_cached = leader.num_cached
+            follower.first_scheduled_ns = leader.first_scheduled_ns
+            row = self._batch.place(follower)
+            blocks = np.concatenate([shared, tails[i : i + tail.size]])
+            self._batch.append_blocks(row, blocks)
+            self._batch.num_scheduled[row] = leader.num_prompt
+            self._in_flight.planning_chunks.add(row)
+            self._drafts.current.set_blocks(row, 0, blocks)
+            self._drafts.current.join(self._join_of(follower))
+            self._start_decoding(follower, chunk)
+            if tail.size:
+                # The tail's KV is written by this very step. Both ends stay alive until the copy is done.
+                self._memory.share(tail)
+                self._memory.share(blocks[-1:])
+                self._drafts.next.copy_block(int(tail[0]), int(blocks[-1]))
+
+    def _join_of(self, sequence: Sequence) -> RowJoin:
+        row, request = sequence.row, sequence.request
+        return RowJoin(
+            row=row,
+            epoch=int(self._batch.epoch[row]),
+            params=request.params,
+            seed=sequence.seed,
+            prompt_ids=request.prompt_ids,
+            output_ids=self._batch.output_ids(row).copy(),
+            eos_ids=() if request.params.ignore_eos else self._eos_ids,
+        )
