@@ -9,6 +9,7 @@ import msgspec
 
 from pagewire_transport.codec import encode
 from pagewire_transport.columns import pack
+from pagewire_transport.limits import FileInfo
 from pagewire_transport.messages import (
     RESERVED_TAGS,
     Accepted,
@@ -18,7 +19,6 @@ from pagewire_transport.messages import (
     Done,
     Drain,
     Error,
-    FileInfo,
     FilePiece,
     Finish,
     Finished,

@@ -11,8 +11,8 @@ from tests.transport.test_door import opened
 
 from pagewire_transport.codec import decode_server, encode
 from pagewire_transport.files import Files
+from pagewire_transport.limits import MAX_FILE_PIECE
 from pagewire_transport.messages import (
-    MAX_FILE_PIECE,
     AdminDone,
     Drain,
     Error,

@@ -1,4 +1,4 @@
-"""The golden vectors are what the codec makes, and what they say of themselves is true."""
+"""The golden vectors and the protocol's page are what the codec makes, and what they say of themselves is true."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def load(name):
     return json.loads((VECTORS / name).read_text())["vectors"]
 
 
-def test_the_files_are_up_to_date():
-    script = ROOT / "scripts" / "protocol_vectors.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("script", ["protocol_vectors.py", "protocol_tables.py"])
+def test_what_is_made_of_the_messages_is_up_to_date(script):
+    """The vectors, and the tables and examples of PROTOCOL.md."""
+    path = ROOT / "scripts" / script
+    done = subprocess.run([sys.executable, str(path), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

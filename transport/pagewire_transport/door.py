@@ -33,6 +33,7 @@ from pagewire_transport.errors import (
 )
 from pagewire_transport.files import Files
 from pagewire_transport.handler import Admin, DoorLimits, Handler, StreamMessage
+from pagewire_transport.limits import Limits
 from pagewire_transport.messages import (
     PROTOCOL_VERSION,
     AdminDone,
@@ -45,7 +46,6 @@ from pagewire_transport.messages import (
     GetStats,
     Goodbye,
     Hello,
-    Limits,
     Load,
     Ping,
     Pong,

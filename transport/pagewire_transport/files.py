@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from pagewire_transport.errors import InvalidRequest
-from pagewire_transport.messages import MAX_FILE_PIECE, FileInfo, FilePiece, GetFile
+from pagewire_transport.limits import MAX_FILE_PIECE, FileInfo
+from pagewire_transport.messages import FilePiece, GetFile
 
 MAX_FILES: Final = 16
 

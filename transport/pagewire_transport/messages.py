@@ -23,25 +23,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pagewire_transport.params import (
-    MAX_LOGIT_BIAS,
-    MAX_N,
-    MAX_STOP_BYTES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TOP_LOGPROBS,
-    SamplingParams,
-)
+from pagewire_transport.limits import MAX_MESSAGES, MAX_TEMPLATE_KWARGS, FileInfo, Limits
+from pagewire_transport.params import MAX_N, SamplingParams
 
 PROTOCOL_VERSION = 1
 MAX_STREAM = 2**32 - 1
-MAX_MESSAGES = 16_384
-MAX_TEMPLATE_KWARGS = 64
 MAX_MEMO_BYTES = 32_768
 """Of `memo`: more than the largest parameters take."""
-MAX_FILE_PIECE = 64 * 2**10
-"""Bytes of a file in one `file_piece`."""
-
 RESERVED_TAGS = frozenset({"kv_offer", "kv_want", "kv_blocks", "kv_taken", "kv_drop"})
 """For moving KV blocks between engines. A server of version 1 refuses them with the code `unsupported`."""
 
@@ -208,31 +196,6 @@ class Reload(_FromClient, tag="reload", frozen=True, kw_only=True):
 
 
 # ---- server → client -------------------------------------------------------------------------------------------------
-
-
-class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that `get_file` serves."""
-
-    name: str
-    size: int
-    sha256: str
-    """64 hexadecimal digits in lower case."""
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that a request may have; beyond it the answer is `invalid_request`."""
-
-    max_n: int = MAX_N
-    max_stop_strings: int = MAX_STOP_STRINGS
-    max_stop_chars: int = MAX_STOP_BYTES
-    max_stop_token_ids: int = MAX_STOP_TOKEN_IDS
-    max_logit_bias: int = MAX_LOGIT_BIAS
-    max_top_logprobs: int = MAX_TOP_LOGPROBS
-    max_messages: int = MAX_MESSAGES
-    max_template_kwargs: int = MAX_TEMPLATE_KWARGS
-    max_file_piece: int = MAX_FILE_PIECE
-    max_offences: int = 8
-    """Frames that are no messages, after which a peer is dropped and ignored for a minute."""
 
 
 class Welcome(_FromServer, tag="welcome", frozen=True, kw_only=True):
