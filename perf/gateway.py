@@ -3,12 +3,17 @@
 A stub engine gives one token to each stream a turn, through `Gateway.on_engine`, as the engine's link would: so an event
 here is the engine's message read, text made of it, JSON and the write. The bare framework sends events of the same size
 that are made already. Readers are raw sockets in another process; CPU is that of the serving process over what it sent.
+
+Log-probabilities, 16 choices with 20 alternatives a token, are a case of their own: streamed to a reader that keeps up, then
+to one that stops until all is there and reads again. A turn is one round of the loop, in CPU time of its thread: what others
+wait for.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import socket
 import statistics
@@ -30,10 +35,21 @@ from pagewire.text.text_model import TextModel
 from pagewire_client.text.byte_table import ByteTable
 from pagewire_client.text.text_stream import TextStream
 from pagewire_transport.columns import pack
-from pagewire_transport.messages import Accepted, Generate, Tokens, Welcome
+from pagewire_transport.messages import (
+    Accepted,
+    Done,
+    Finished,
+    Generate,
+    LogprobColumns,
+    Timings,
+    Tokens,
+    Usage,
+    Welcome,
+)
 
 ROUNDS = 3
 SECONDS = 1.5
+CHOICES, STEPS, TOP = 16, 1500, 20
 TABLE = ByteTable(tuple(b" %03d" % i for i in range(1000)))
 MAX_LEN = 2**30
 WELCOME = Welcome(
@@ -75,8 +91,8 @@ class StubEngine:
         return len(free)
 
 
-async def serve(streams: int, port: int) -> None:
-    engine = StubEngine()
+async def open_server(port: int, engine: StubEngine) -> Gateway:
+    """Serve on `port` what `engine` says."""
     text = TextModel(
         tokenizer=None, byte_table=TABLE, prefix_ids=(), suffix_ids=(), bos_id=None, eos_ids=(), chat_renderer=None
     )
@@ -94,6 +110,12 @@ async def serve(streams: int, port: int) -> None:
     server = HttpServer(config, gateway=gateway, preparation=preparation, text=text)
     await server.start()
     print("open", flush=True)
+    return gateway
+
+
+async def serve(streams: int, port: int) -> None:
+    engine = StubEngine()
+    gateway = await open_server(port, engine)
     while len(engine.streams) < streams:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.2)
@@ -113,51 +135,146 @@ async def serve(streams: int, port: int) -> None:
     print(json.dumps(figures), flush=True)
 
 
-def measure(streams: int) -> dict[str, float]:
-    """One run of the gateway in a process of its own."""
+def logprob_tokens(stream: int, step: int) -> Tokens:
+    """One token for each choice, with its alternatives."""
+    ids = [(step * 7 + choice) % 1000 for choice in range(CHOICES)]
+    return Tokens(
+        streams=pack("I", [stream] * CHOICES),
+        choices=pack("H", range(CHOICES)),
+        starts=pack("I", [step] * CHOICES),
+        ids=pack("I", ids),
+        logprobs=LogprobColumns(
+            entries=pack("I", range(CHOICES)),
+            top=bytes([TOP]) * CHOICES,
+            chosen=pack("f", [-0.1 * (1 + one % 7) for one in ids]),
+            top_ids=pack("I", [(one + k) % 1000 for one in ids for k in range(TOP)]),
+            top_logprobs=pack("f", [-0.1 * (1 + one % 7) - k / 3 for one in ids for k in range(TOP)]),
+        ),
+    )
+
+
+async def serve_logprobs(port: int) -> None:
+    """A reader that keeps up, then one that stops; tells of each when it has all."""
+    engine = StubEngine()
+    gateway = await open_server(port, engine)
+    is_over = False
+    turns: list[float] = []
+
+    async def watch() -> None:
+        while not is_over:
+            begun = time.thread_time()
+            await asyncio.sleep(0)
+            turns.append(time.thread_time() - begun)
+
+    for number in (0, 1):
+        while len(engine.streams) <= number:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        stream = engine.streams[number]
+        messages = [logprob_tokens(stream, step) for step in range(STEPS)]
+        is_over = False
+        turns.clear()
+        cpu, watching = time.process_time(), asyncio.create_task(watch())
+        for message in messages:
+            gateway.on_engine(message)
+            await asyncio.sleep(0)
+        for choice in range(CHOICES):
+            gateway.on_engine(Finished(stream=stream, choice=choice, reason="length", num_tokens=STEPS))
+        usage, timings = Usage(prompt=1, completion=CHOICES * STEPS), Timings(queue_ns=0, first_token_ns=0, total_ns=0)
+        gateway.on_engine(Done(stream=stream, seed=1, usage=usage, timings=timings))
+        if number == 1:
+            print("generated", flush=True)
+        begun = time.perf_counter()
+        while gateway.num_streams:
+            await asyncio.sleep(0.001)
+        is_over = True
+        await watching
+        figures = {"cpu": time.process_time() - cpu, "turn": max(turns), "wall": time.perf_counter() - begun}
+        print(json.dumps(figures), flush=True)
+
+
+def measure_logprobs() -> list[dict[str, float]]:
+    """Both readers' figures."""
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "n": CHOICES}
+    figures = []
+    with started("--serve-logprobs") as (child, port):
+        for is_stopped in (False, True):
+            with http_post(port, {**body, "logprobs": True, "top_logprobs": TOP}) as one:
+                if is_stopped:
+                    assert child.stdout.readline() == "generated\n"
+                    time.sleep(0.2)
+                stop = threading.Event()
+                reader = threading.Thread(target=http_frameworks.read_all, args=([one], stop))
+                reader.start()
+                figures.append(json.loads(child.stdout.readline()))
+                stop.set()
+                reader.join()
+    return figures
+
+
+@contextlib.contextmanager
+def started(*arguments: str):
+    """This script in a process of its own, serving at a free port: the process and the port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    child = subprocess.Popen(
-        [sys.executable, __file__, "--serve", str(streams), str(port)], stdout=subprocess.PIPE, text=True
-    )
-    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
-    request = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    )
-    sockets: list[socket.socket] = []
-    stop = threading.Event()
+    child = subprocess.Popen([sys.executable, __file__, *arguments, str(port)], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "open\n"
-        for _ in range(streams):
-            one = socket.create_connection(("127.0.0.1", port))
-            one.sendall(request % len(body) + body)
-            sockets.append(one)
-        reader = threading.Thread(target=http_frameworks.read_all, args=(sockets, stop))
-        reader.start()
-        figures = json.loads(child.stdout.readline())
-        stop.set()
-        reader.join()
-        return figures
+        yield child, port
     finally:
-        stop.set()
         child.kill()
         child.wait()
-        for one in sockets:
-            one.close()
+
+
+def http_post(port: int, body: dict) -> socket.socket:
+    """A request for a chat, sent."""
+    data = json.dumps(body).encode()
+    one = socket.create_connection(("127.0.0.1", port))
+    one.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(data)
+        + data
+    )
+    return one
+
+
+def measure(streams: int) -> dict[str, float]:
+    """One run of the gateway in a process of its own."""
+    sockets: list[socket.socket] = []
+    stop = threading.Event()
+    with started("--serve", str(streams)) as (child, port):
+        try:
+            for _ in range(streams):
+                sockets.append(http_post(port, {"messages": [{"role": "user", "content": "x"}], "stream": True}))
+            reader = threading.Thread(target=http_frameworks.read_all, args=(sockets, stop))
+            reader.start()
+            figures = json.loads(child.stdout.readline())
+            stop.set()
+            reader.join()
+            return figures
+        finally:
+            stop.set()
+            for one in sockets:
+                one.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--serve", nargs=2, type=int, metavar=("STREAMS", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve-logprobs", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--logprobs", action="store_true", help="the case of log-probabilities alone")
     Report.arguments(parser)
     args = parser.parse_args()
+    if args.serve_logprobs:
+        uvloop.run(serve_logprobs(args.serve_logprobs))
+        return
     if args.serve:
         uvloop.run(serve(*args.serve))
         return
     report = Report("gateway")
-    for streams in (64, 256):
+    for streams in () if args.logprobs else (64, 256):
         runs: dict[str, list[dict[str, float]]] = {"gateway": [], "aiohttp": [], "floor": []}
         for _ in range(ROUNDS):  # in turns, since a shared machine's speed changes
             runs["gateway"].append(measure(streams))
@@ -170,6 +287,15 @@ def main() -> None:
         report.add(case, "framework_cpu_per_event", cpu["aiohttp"], "µs")
         report.add(case, "floor_cpu_per_event", cpu["floor"], "µs")
         report.add(case, "cpu_ratio", cpu["gateway"] / cpu["aiohttp"])
+    readers = [measure_logprobs() for _ in range(ROUNDS)]
+    num_logprobs = CHOICES * STEPS * (1 + TOP)
+    for number, case in enumerate(("log-probabilities", "log-probabilities, reader stops")):
+        of = [run[number] for run in readers]
+        report.add(case, "cpu", statistics.median(one["cpu"] for one in of), "s")
+        report.add(case, "cpu_per_logprob", statistics.median(one["cpu"] for one in of) / num_logprobs * 1e6, "µs")
+        report.add(case, "longest_turn", statistics.median(one["turn"] for one in of) * 1e3, "ms")
+        if number:
+            report.add(case, "catching_up", statistics.median(one["wall"] for one in of), "s")
     report.finish()
 
 

@@ -34,8 +34,8 @@ from pagewire.clock import MonotonicClock
 from pagewire.config import Config, from_mapping
 from pagewire.engine.core import EngineCore
 from pagewire.engine.load import load_worker
-from pagewire.engine.process import tame_collector
 from pagewire.engine.server import WireServer
+from pagewire.event_loop import tame_collector
 
 _SPARE_STEPS = 20
 _SPARE_ROWS = 64

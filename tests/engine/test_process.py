@@ -273,7 +273,7 @@ async def test_a_worker_that_does_not_close_is_told(served):
 def test_the_collector_is_tamed():
     code = (
         "import gc\n"
-        "from pagewire.engine.process import tame_collector\n"
+        "from pagewire.event_loop import tame_collector\n"
         "tame_collector()\n"
         "assert gc.get_freeze_count() > 10_000\n"
         "assert gc.isenabled()\n"

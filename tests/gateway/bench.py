@@ -18,6 +18,7 @@ from pagewire_transport.messages import (
     Done,
     Finished,
     Generate,
+    LogprobColumns,
     Timings,
     Tokens,
     Usage,
@@ -42,6 +43,17 @@ def tokens(*entries, logprobs=None) -> Tokens:
         counts=array("H", [len(entry[3]) for entry in entries]).tobytes(),
         ids=array("I", [i for entry in entries for i in entry[3]]).tobytes(),
         logprobs=logprobs,
+    )
+
+
+def logprob_columns(num_tokens: int, top: int, entries: int = 1) -> LogprobColumns:
+    """Of a message with so many tokens in so many entries."""
+    return LogprobColumns(
+        entries=array("I", range(entries)).tobytes(),
+        top=bytes([top]) * entries,
+        chosen=array("f", [-1.0]).tobytes() * num_tokens,
+        top_ids=array("I", range(top)).tobytes() * num_tokens,
+        top_logprobs=array("f", [-float(k) for k in range(top)]).tobytes() * num_tokens,
     )
 
 
@@ -142,6 +154,12 @@ class Bench:
         connection.sent += connection.kept
         connection.kept.clear()
         self.gateway.on_writable(connection)
+
+    async def caught_up(self, peer):
+        """Wait until the peer, which takes everything, was given all that it is owed."""
+        while self.gateway._clients[self.connections[peer]].has_news:
+            await asyncio.sleep(0)
+            self.gateway.check_invariants()
 
     def from_engine(self, *messages):
         for message in messages:

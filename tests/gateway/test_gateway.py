@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from array import array
 from concurrent.futures import Future
 
 import msgspec
 import pytest
-from tests.gateway.bench import BYTES, WELCOME, accepted, done, ids_of, tokens
+from tests.gateway.bench import BYTES, WELCOME, accepted, done, ids_of, logprob_columns, tokens
 
 from pagewire.errors import Draining, EngineFailed, InvalidRequest, Overloaded
 from pagewire_client.text.text_stream import TextStream
@@ -230,10 +231,66 @@ async def test_a_lag_longer_than_a_count_can_say_is_cut_into_runs(bench):
     for start in range(1, 150_001, 50_000):
         bench.from_engine(tokens((number, 0, start, ids_of("y" * 50_000))))
     bench.listen("a")
-    last = bench.of(Tokens)[-1]
-    assert array("H", last.counts).tolist() == [65_535, 65_535, 18_930]
-    assert array("I", last.starts).tolist() == [1, 65_536, 131_071]
+    await bench.caught_up("a")
+    counts = [count for message in bench.of(Tokens)[1:] for count in array("H", message.counts)]
+    assert counts == [65_535, 65_535, 18_930]
     assert bench.text() == "x" + "y" * 150_000
+
+
+async def test_a_reader_that_is_owed_much_gets_it_turn_by_turn_beside_others(bench):
+    """F18, F27: n × alternatives × tokens that waited are no one turn's work, and nobody waits for them."""
+    slow, quick = bench.start("slow", params={"n": 4, "logprobs": 20}), bench.start("quick")
+    bench.deafen("slow")
+    for step in range(0, 10_000, 1000):
+        entries = [(slow, choice, step, [97 + choice] * 1000) for choice in range(4)]
+        bench.from_engine(tokens(*entries, logprobs=logprob_columns(4000, 20, entries=4)))
+    bench.from_engine(*(Finished(stream=slow, choice=c, reason="length", num_tokens=10_000) for c in range(4)))
+    bench.from_engine(done(slow, 40_000))
+    bench.listen("slow")
+    turns = 0
+    while bench.gateway.num_streams > 1:
+        bench.from_engine(tokens((quick, 0, turns, ids_of("q"))))
+        turns += 1
+        assert len(bench.text("quick")) == turns, "a token of another reader comes in the turn in which it was made"
+        await asyncio.sleep(0)
+    messages = bench.of(Tokens, "slow")
+    assert 10 < len(messages) <= turns + 2
+    for message in messages:
+        assert len(message.logprobs.top_ids) // 4 <= 65_536
+        assert len(message.logprobs.chosen) == len(message.ids)
+    assert [bench.text("slow", choice=c) for c in range(4)] == [chr(97 + c) * 10_000 for c in range(4)]
+    assert len(bench.of(Finished, "slow")) == 4
+    assert isinstance(bench.sent["slow"][-1], Done)
+
+
+async def test_many_that_are_owed_much_share_a_turn(bench):
+    numbers = [bench.start(peer, params={"logprobs": 20}) for peer in range(40)]
+    for peer in range(40):
+        bench.deafen(peer)
+    for number in numbers:
+        bench.from_engine(tokens((number, 0, 0, [97] * 4000), logprobs=logprob_columns(4000, 20)))
+    for peer in range(40):
+        bench.listen(peer)
+    while bench.gateway.has_news:
+        before = [len(bench.of(Tokens, peer)) for peer in range(40)]
+        await asyncio.sleep(0)
+        new = [message for peer in range(40) for message in bench.of(Tokens, peer)[before[peer] :]]
+        assert sum(21 * len(message.ids) // 4 for message in new) <= 8192 * 32 + 21
+        bench.gateway.check_invariants()
+    assert all(bench.text(peer) == "a" * 4000 for peer in range(40))
+
+
+async def test_a_reader_that_leaves_while_it_is_owed_much_is_forgotten(bench):
+    number = bench.start(params={"logprobs": 20})
+    bench.deafen("a")
+    for start in (0, 30_000):
+        bench.from_engine(tokens((number, 0, start, [97] * 30_000), logprobs=logprob_columns(30_000, 20)))
+    bench.listen("a")
+    bench.lose("a")
+    num_sent = len(bench.sent["a"])
+    await asyncio.sleep(0.01)
+    assert len(bench.sent["a"]) == num_sent
+    bench.gateway.check_invariants()
 
 
 async def test_an_end_waits_for_the_tokens_before_it(bench):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 
 import pytest
 from tests.http.bench import MAX_LEN, text_of
@@ -97,6 +98,10 @@ async def test_one_bad_prompt_refuses_the_request_and_frees_the_others(bench):
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [2**40]}, "prompt"),
         ({"prompt": ["x"] * 129}, "prompt"),
+        ({"prompt": [[1]] * 129}, "prompt"),
+        ({"prompt": ["[", *[[1]] * 129]}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": None}, "prompt"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
@@ -150,3 +155,18 @@ async def test_f50_what_is_too_long_is_refused_unread(bench):
 async def test_streams_are_told_apart(bench):
     events = await bench.events(PATH, {"prompt": ["a", "b"], "max_tokens": 3})
     assert (text_of(events, 0), text_of(events, 1)) == ("Hel", "Hel")
+
+
+async def test_brackets_of_a_text_are_no_lists(bench):
+    for prompt in ("[" * 500, ["[" * 300, "]" * 300]):
+        await bench.complete(prompt)
+
+
+async def test_millions_of_small_values_are_counted_not_made(bench):
+    """F50: the loop was held for a second, most of it by the collector."""
+    lists = b'{"prompt":[' + b",".join([b"[1]"] * 1_000_000) + b"]}"
+    bias = b'{"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}}"
+    for data, param, what in ((lists, "prompt", "1000000 prompts"), (bias, "logit_bias", "300000 entries")):
+        status, body = await bench.post(PATH, data=io.BytesIO(data), headers={"Content-Type": "application/json"})
+        assert (status, body["error"]["param"]) == (400, param)
+        assert what in body["error"]["message"]

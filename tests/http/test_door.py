@@ -14,7 +14,7 @@ import pytest
 from tests.http.bench import serving
 
 from pagewire import keys
-from pagewire.errors import ConfigError, Draining, EngineFailed, Overloaded
+from pagewire.errors import ConfigError, Draining, EngineFailed, Overloaded, Unavailable
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -382,3 +382,24 @@ async def test_bodies_being_read_are_bounded_together():
             writer.close()
         await bench.idle()
         assert (await bench.post("/tokenize", {"prompt": "x"}))[0] == 200
+
+
+async def test_before_the_engine_is_there_every_door_gives_one_answer(bench):
+    """A gateway may start first; ZeroMQ's door says `unavailable` then, and so does this one, at every path."""
+    bench.gateway._engine = None
+    bench.gateway._refusing = Unavailable("the server is still starting", retry_after_ms=1000)
+    with pytest.raises(Unavailable) as refusal:
+        bench.gateway.welcome()
+    hello = {"messages": [{"role": "user", "content": "x"}]}
+    answers = [await bench.get(path) for path in ("/v1/models", "/v1/models/x", "/metrics")]
+    answers += [
+        await bench.post(path, body)
+        for path, body in (
+            ("/v1/chat/completions", hello),
+            ("/v1/completions", {"prompt": "x"}),
+            ("/tokenize", {"prompt": "x"}),
+            ("/detokenize", {"tokens": [1]}),
+        )
+    ]
+    for status, body in answers:
+        assert (status, body["error"]["code"]) == (503, refusal.value.code)

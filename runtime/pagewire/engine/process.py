@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import time
@@ -18,14 +17,12 @@ from pagewire.config import Config
 from pagewire.engine.core import EngineCore
 from pagewire.engine.load import load_worker
 from pagewire.engine.server import WireServer
-from pagewire.event_loop import run_loop
+from pagewire.event_loop import run_loop, tame_collector
 
 _FAREWELL_S: Final = 0.5
 """After the engine failed: time to send the last error messages."""
 _CLOSE_S: Final = 5.0
 """Time for the worker to close; a hung one is left to the end of the process."""
-_GC_THRESHOLDS: Final = (5_000, 20, 100)
-"""Young objects are looked at every 5,000 net allocations (about 0.2 ms), the whole heap practically never."""
 
 _log = structlog.get_logger("pagewire.engine")
 
@@ -42,17 +39,6 @@ def run(config: Config, reporter: Reporter) -> int:
         time.sleep(0.1)  # the log's thread writes its last lines
         os._exit(code or 1)
     return code
-
-
-def tame_collector() -> None:
-    """Keep collections off the loop's back.
-
-    What is loaded stays (weights, modules: hundreds of thousands of objects), so the collector need not look at it
-    again. Turning it off altogether was rejected: exceptions and tasks make cycles, and a server runs for months.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 async def _serve(config: Config, reporter: Reporter) -> tuple[int, bool]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pagewire.gateway.columns import TokensBuilder
+from pagewire.gateway.pace import Pace
 from pagewire.gateway.stream import GatewayStream
 from pagewire_transport.messages import FromServer
 
@@ -35,14 +36,19 @@ class Peer(Protocol):
 class Client:
     """What a client has been promised and not been sent.
 
-    Streams with news are marked; `flush` makes messages of all of them at once: their openings, one `tokens` message
-    with everything pending, their endings. While the connection is blocked nothing is made. So what waits is bounded:
-    one round of messages (kept by the connection), and for each stream its pending tokens, at most `max_tokens` of them.
+    Streams with news are marked; `flush` makes messages of them at once: their openings, one `tokens` message with what
+    is pending, their endings. While the connection is blocked nothing is made, and in one turn of the loop no more than
+    `pace` allows. So what waits is bounded: one round of messages (kept by the connection), and for each stream its
+    pending tokens, at most `max_tokens` of them.
     """
 
-    def __init__(self, connection: Peer) -> None:
+    values_a_unit: ClassVar[int] = 32
+    """Tokens and log-probabilities for one unit of the pace: in a message they are copied, as bytes."""
+
+    def __init__(self, connection: Peer, pace: Pace) -> None:
         self.connection = connection
         self.streams: dict[int, GatewayStream] = {}
+        self._pace = pace
         self._marked: list[GatewayStream] = []
 
     def mark(self, stream: GatewayStream) -> None:
@@ -56,30 +62,61 @@ class Client:
         """Something waits to be sent, here or in the connection."""
         return bool(self._marked) or self.connection.num_unsent > 0
 
-    def flush(self) -> None:
-        """Send what there is, unless the connection is blocked: then it is called again when it no longer is."""
-        if self._marked and not self.connection.is_blocked:
-            marked, self._marked = self._marked, []
-            for message in self._compose(marked):
-                self.connection.send(message)
+    def clear(self) -> None:
+        """Nobody is there to be told anything."""
+        self.streams.clear()
+        self._marked.clear()
 
-    def _compose(self, marked: list[GatewayStream]) -> list[FromServer]:
+    def flush(self) -> None:
+        """Send what there is, unless the connection is blocked: then it is called again when it no longer is. What the
+        pace does not allow now follows in the next turn of the loop.
+        """
+        if not self._marked or self.connection.is_blocked:
+            return
+        share = self._pace.share
+        if share:
+            spent = self._hand_over(share * self.values_a_unit)
+            self._pace.spend(-(-spent // self.values_a_unit))
+        if self._marked:
+            self._pace.wait(self)
+
+    def check_invariants(self) -> None:
+        """Who is owed something, and could take it, waits for a turn."""
+        assert {stream for stream in self.streams.values() if stream.is_marked} == set(self._marked)
+        assert not self._marked or self.connection.is_blocked or self in self._pace
+
+    def _hand_over(self, most: int) -> int:
+        """Send about `most` values; how many it were. Streams that have more stay marked, last in the order."""
         builder = TokensBuilder()
         messages: list[FromServer] = []
         endings: list[FromServer] = []
-        for stream in marked:
-            stream.is_marked = False
+        spent = 0
+        marked, self._marked = self._marked, []
+        for at, stream in enumerate(marked):
+            if spent >= most:
+                self._marked = marked[at:] + self._marked
+                break
             if stream.opening:
                 messages += stream.opening
                 stream.opening.clear()
+            is_all = True
             for index, choice in enumerate(stream.choices):
-                choice.pending.move_into(builder, stream.number, index, shows_text=stream.shows_text)
-                if choice.finished is not None and not choice.was_told:
+                pending = choice.pending
+                spent += pending.move_into(builder, stream.number, index, most - spent, shows_text=stream.shows_text)
+                if not pending.is_empty:
+                    is_all = False
+                elif choice.finished is not None and not choice.was_told:
                     choice.was_told = True
                     endings.append(choice.finished)
+            if not is_all:
+                self._marked.append(stream)
+                continue
+            stream.is_marked = False
             if stream.ending is not None:
                 endings.append(stream.ending)
                 self.streams.pop(stream.number, None)
         if len(builder):
             messages.append(builder.build())
-        return messages + endings
+        for message in messages + endings:
+            self.connection.send(message)
+        return spent

@@ -32,6 +32,7 @@ from pagewire.errors import (
 )
 from pagewire.gateway.client import Client, Peer
 from pagewire.gateway.columns import Run, runs
+from pagewire.gateway.pace import Pace
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire.gateway.upstream import Upstream
 from pagewire_client.text.text_stream import TextStream
@@ -101,6 +102,7 @@ class Gateway:
         self._preparer = preparer
         self._text_stream = text_stream
         self._clients: dict[Peer, Client] = {}
+        self.pace = Pace()
         self._upstream = Upstream(to_engine)
         self._preparing: dict[GatewayStream, asyncio.Task[None]] = {}
         self._touched: dict[Client, None] = {}
@@ -153,6 +155,7 @@ class Gateway:
     def check_invariants(self) -> None:
         """What must hold between any two events."""
         for client in self._clients.values():
+            client.check_invariants()
             for number, stream in client.streams.items():
                 assert stream.number == number
                 assert stream in self._upstream or stream in self._preparing or stream.ending is not None, stream
@@ -228,7 +231,7 @@ class Gateway:
             raise UnsupportedFeature("is not served here", field="t")
         client = self._clients.get(connection)
         if client is None:
-            client = self._clients[connection] = Client(connection)
+            client = self._clients[connection] = Client(connection, self.pace)
         try:
             if isinstance(message, Generate):
                 self._generate(client, message)
@@ -258,7 +261,7 @@ class Gateway:
         for stream in client.streams.values():
             self._leave_engine(stream)
             stream.ending = refusal(reason, stream.number)  # for the state alone: nobody is there to read it
-        client.streams.clear()
+        client.clear()
 
     def stats(self) -> dict[str, float]:
         """The gateway's own, now, and the engine's as it last told them (`ask_stats`)."""

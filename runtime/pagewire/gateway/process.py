@@ -13,7 +13,7 @@ import structlog
 from pagewire.child import Report, Reporter, keep_beating
 from pagewire.config import Config, ServerConfig
 from pagewire.errors import ConfigError, EngineLost, ModelError, PagewireError, UnsupportedFeature
-from pagewire.event_loop import run_loop
+from pagewire.event_loop import run_loop, tame_collector
 from pagewire.gateway.gateway import Gateway
 from pagewire.gateway.http.server import HttpServer
 from pagewire.gateway.preparation import Preparation
@@ -44,6 +44,7 @@ def run(config: Config, engine_url: str, reporter: Reporter) -> int:
     """
     reporter.loading("tokenizer")
     text = _load_text(config)
+    tame_collector()
     try:
         return run_loop(_serve(config, engine_url, text, reporter))
     finally:

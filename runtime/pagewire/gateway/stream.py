@@ -11,6 +11,7 @@ many engine messages it came in, and is bounded by `max_tokens`. There is no que
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -38,72 +39,103 @@ class Piece(NamedTuple):
 class Pending:
     """What one choice has to send: a run of tokens, the text that they complete, their log-probabilities.
 
-    One object for the choice's life, emptied by each `move_into`: this runs for every token of every stream.
+    One object for the choice's life, emptied by each `move_into`: this runs for every token of every stream. What a
+    slow reader is owed is taken in parts: `most` counts tokens and log-probabilities alike.
     """
 
     start: int = 0
     ids: array[int] = field(default_factory=lambda: array("I"))
     texts: list[str] = field(default_factory=list)
+    text_ends: list[int] = field(default_factory=list)
+    """For each text, how many of `ids` there were with the tokens that completed it."""
     top: int = -1
     """Alternatives a token; −1: no log-probabilities."""
     chosen: bytearray = field(default_factory=bytearray)
     top_ids: bytearray = field(default_factory=bytearray)
     top_logprobs: bytearray = field(default_factory=bytearray)
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has to be sent. There may be text without ids: that before a stop string whose tokens do not count."""
+        return not self.ids and not self.texts
+
     def add(self, ids: memoryview, text: str, logprobs: LogprobRun | None) -> None:
-        """Append tokens."""
+        """Append tokens; log-probabilities of more than these do not count."""
         self.ids.extend(ids)
         if text:
             self.texts.append(text)
+            self.text_ends.append(len(self.ids))
         if logprobs is not None:
             self.top = logprobs.top
-            self.chosen += logprobs.chosen
-            self.top_ids += logprobs.top_ids
-            self.top_logprobs += logprobs.top_logprobs
+            size = 4 * len(ids)
+            self.chosen += logprobs.chosen[:size]
+            self.top_ids += logprobs.top_ids[: size * logprobs.top]
+            self.top_logprobs += logprobs.top_logprobs[: size * logprobs.top]
 
-    def move_into(self, builder: TokensBuilder, stream: int, choice: int, *, shows_text: bool) -> None:
-        """Append all of it to a message, in runs that fit one, the text with the first; nothing is pending then."""
-        ids, texts = self.ids, self.texts
+    def move_into(self, builder: TokensBuilder, stream: int, choice: int, most: int, *, shows_text: bool) -> int:
+        """Append it to a message, or a part with about `most` values; how many it were. Nothing if `most` is not above 0."""
+        if most <= 0:
+            return 0
+        count, width = len(self.ids), self.top + 2
+        if count * width > most or count > _LONGEST_RUN:
+            piece = self._part(min(-(-most // width), _LONGEST_RUN))
+            text = piece.text if shows_text else ""
+            builder.add(stream, choice, piece.start, piece.ids, text, piece.logprobs)
+            return len(piece.ids) * width
+        texts = self.texts
         text = "".join(texts) if texts and shows_text else ""
-        count = len(ids)
-        if count <= _LONGEST_RUN:
-            if count or text:
-                builder.add(stream, choice, self.start, ids, text, self._logprobs(0, count))
-        else:
-            for at in range(0, count, _LONGEST_RUN):
-                run = ids[at : at + _LONGEST_RUN]
-                builder.add(stream, choice, self.start + at, run, text, self._logprobs(at, at + len(run)))
-                text = ""
+        if count or text:
+            builder.add(stream, choice, self.start, self.ids, text, self._logprobs())
         self.start += count
-        del ids[:]
-        texts.clear()
+        del self.ids[:]
+        if texts:
+            texts.clear()
+            self.text_ends.clear()
         if self.top >= 0:
             self.chosen, self.top_ids, self.top_logprobs = bytearray(), bytearray(), bytearray()
+        return count * width
 
-    def take(self) -> Piece | None:
-        """All of it, for a reader in this process that needs no message; nothing is pending then. None: there is nothing."""
+    def take(self, most: int) -> Piece | None:
+        """As `move_into`, for a reader in this process that needs no message. None: there is nothing."""
         ids, texts = self.ids, self.texts
-        count = len(ids)
-        if not count and not texts:
+        count, width = len(ids), self.top + 2
+        if most <= 0 or (not count and not texts):
             return None
-        piece = Piece(self.start, ids, "".join(texts), self._logprobs(0, count))
+        if count * width > most:
+            return self._part(-(-most // width))
+        piece = Piece(self.start, ids, "".join(texts), self._logprobs())
         self.start += count
         self.ids = array("I")
-        texts.clear()
+        if texts:
+            texts.clear()
+            self.text_ends.clear()
         if self.top >= 0:
             self.chosen, self.top_ids, self.top_logprobs = bytearray(), bytearray(), bytearray()
         return piece
 
-    def _logprobs(self, first: int, last: int) -> LogprobRun | None:
+    def _part(self, count: int) -> Piece:
+        """The first `count` tokens with the text that they complete."""
+        num_texts = bisect_right(self.text_ends, count)
+        wide = 4 * max(self.top, 0) * count
+        logprobs = None
+        if self.top >= 0:
+            logprobs = LogprobRun(
+                self.top,
+                memoryview(self.chosen[: 4 * count]),
+                memoryview(self.top_ids[:wide]),
+                memoryview(self.top_logprobs[:wide]),
+            )
+        piece = Piece(self.start, self.ids[:count], "".join(self.texts[:num_texts]), logprobs)
+        self.start += count
+        del self.ids[:count], self.texts[:num_texts]
+        self.text_ends = [end - count for end in self.text_ends[num_texts:]]
+        del self.chosen[: 4 * count], self.top_ids[:wide], self.top_logprobs[:wide]
+        return piece
+
+    def _logprobs(self) -> LogprobRun | None:
         if self.top < 0:
             return None
-        wide = slice(4 * self.top * first, 4 * self.top * last)
-        return LogprobRun(
-            self.top,
-            memoryview(self.chosen)[4 * first : 4 * last],
-            memoryview(self.top_ids)[wide],
-            memoryview(self.top_logprobs)[wide],
-        )
+        return LogprobRun(self.top, memoryview(self.chosen), memoryview(self.top_ids), memoryview(self.top_logprobs))
 
 
 @dataclass(slots=True)
@@ -136,6 +168,7 @@ class GatewayStream:
         prompt_field: what the client named its prompt by; an engine's complaint about `prompt_ids` is about this.
         upstream: the number towards the engine; None while the prompt is being prepared.
         opening: `accepted`, then `prompt_logprobs`, until they are sent.
+        num_prompt_told: tokens of the prompt whose log-probabilities were taken out of `opening` already.
         ending: the last message to the client, when all else is sent. Once it is set, the stream is over for the
             client, and only the engine's last word about `upstream` is waited for.
         is_marked: its connection knows that it has something to send.
@@ -147,6 +180,7 @@ class GatewayStream:
     prompt_field: str
     upstream: int | None = None
     opening: list[Accepted | PromptLogprobs] = field(default_factory=list)
+    num_prompt_told: int = 0
     ending: Done | Error | None = None
     is_marked: bool = False
 

@@ -6,12 +6,13 @@ import asyncio
 from typing import Final
 
 from pagewire.errors import PagewireError
+from pagewire.gateway.columns import LogprobRun
 from pagewire.gateway.http.connection import HttpConnection
 from pagewire.gateway.http.errors import error_body, param_of
 from pagewire.gateway.http.meters import RequestMeter
 from pagewire.gateway.http.shapes import Shape
 from pagewire.gateway.stream import Piece
-from pagewire_transport.messages import Accepted, Done, Finished, PromptLogprobs, Usage
+from pagewire_transport.messages import Accepted, Done, Finished, Usage
 
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 
@@ -58,9 +59,12 @@ class WholeAnswer:
         if not self._num_unopened:
             _resolve(self.opened)
 
-    def prompt_logprobs(self, stream: int, message: PromptLogprobs) -> None:
-        for choice in range(self._n):
-            self._shape.prompt_logprobs(stream * self._n + choice, message)
+    def prompt_logprobs(self, stream: int, start: int, run: LogprobRun, *, is_last: bool) -> None:
+        indices = range(stream * self._n, (stream + 1) * self._n)
+        self._shape.prompt_logprobs(indices, start, run)
+        if not is_last:  # the last of them come with the first token
+            for index in indices:
+                self._told(index)
 
     def piece(self, stream: int, choice: int, piece: Piece) -> None:
         index = stream * self._n + choice

@@ -10,8 +10,8 @@ from typing import Final
 from aiohttp import web
 
 from pagewire.config import HttpConfig
-from pagewire.errors import Cancelled, EngineFailed
-from pagewire.gateway.gateway import Gateway
+from pagewire.errors import Cancelled, Unavailable
+from pagewire.gateway.gateway import RETRY_AFTER_MS, Gateway
 from pagewire.gateway.http import parameters
 from pagewire.gateway.http.answers import StreamedAnswer, WholeAnswer
 from pagewire.gateway.http.body import Bodies, Caller
@@ -38,12 +38,12 @@ def served_model(gateway: Gateway, asked: str | None) -> str:
     """The name of the one model there is.
 
     Raises:
-        EngineFailed: the engine has not answered yet.
+        Unavailable: the engine has not answered yet.
         HttpRefusal: another one is asked for.
     """
     engine = gateway.engine
     if engine is None:
-        raise EngineFailed("the server is still starting", retry_after_ms=1000)
+        raise Unavailable("the server is still starting", retry_after_ms=RETRY_AFTER_MS)
     if asked not in (None, "", engine.model):
         raise HttpRefusal(
             404,
@@ -177,7 +177,7 @@ class Completions:
             if stream
             else WholeAnswer(shape, num_streams=len(asked), n=n, meter=meter, length_field=length_field)
         )
-        self._gateway.attach(HttpReader(connection, answer))
+        self._gateway.attach(HttpReader(connection, self._gateway.pace, answer))
         try:
             for one in asked:
                 self._gateway.on_message(connection, one)

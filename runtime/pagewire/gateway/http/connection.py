@@ -17,8 +17,11 @@ from pagewire_transport.messages import FromServer
 
 _HIGH_WATER: Final = 65_536
 """Bytes that the kernel has not taken; beyond it nothing is made for this reader."""
-_LOOK_S: Final = 0.05
-"""How often a blocked connection is looked at. The framework keeps the transport's own call-back to itself."""
+_LOOK_S: Final = 0.005
+_SELDOM_S: Final = 0.05
+"""How often a blocked connection is looked at: twice as seldom after each look at which nothing had moved, so that a quick
+reader is not held up and a stopped one costs nothing. The framework keeps the transport's own call-back to itself.
+"""
 
 
 class HttpConnection:
@@ -50,6 +53,7 @@ class HttpConnection:
         self._is_streaming = False
         self._is_guarded = False
         self._look: asyncio.TimerHandle | None = None
+        self._pause_s = _LOOK_S
         self._blocked_at = 0.0
         self._blocked_size = 0
 
@@ -101,7 +105,8 @@ class HttpConnection:
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         self._blocked_at, self._blocked_size = loop.time(), self.num_unsent
-        self._look = loop.call_later(_LOOK_S, self._look_again)
+        self._pause_s = _LOOK_S if not self._is_guarded else _SELDOM_S
+        self._look = loop.call_later(self._pause_s, self._look_again)
 
     def _look_again(self) -> None:
         loop = asyncio.get_running_loop()
@@ -114,8 +119,11 @@ class HttpConnection:
             return
         if size != self._blocked_size:  # slow, but it reads; or the framework added more
             self._blocked_at, self._blocked_size = loop.time(), size
+            self._pause_s = _LOOK_S
+        else:
+            self._pause_s = min(2 * self._pause_s, _SELDOM_S)
         if loop.time() - self._blocked_at > self._patience_s:
             self._on_cut()
             self.abort()
         else:
-            self._look = loop.call_later(_LOOK_S, self._look_again)
+            self._look = loop.call_later(self._pause_s, self._look_again)

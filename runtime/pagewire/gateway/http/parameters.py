@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
+
 from pagewire.config import HttpConfig
 from pagewire.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
-from pagewire.gateway.http.schema import ChatRequest, CompletionRequest, Message, Sampling
-from pagewire_transport.codec import convert
+from pagewire.gateway.http.schema import Bias, ChatRequest, CompletionRequest, Message, Sampling
+from pagewire_transport.codec import convert, refusal_of
 from pagewire_transport.columns import pack_token_ids
 from pagewire_transport.messages import ChatMessage
-from pagewire_transport.params import SamplingParams
+from pagewire_transport.params import MAX_LOGIT_BIAS, SamplingParams
 
 COMPLETION_TOKENS: Final = 16
 """`max_tokens` of a completion that does not say: OpenAI's default, which programs count on. A chat gets all the room."""
@@ -71,13 +73,14 @@ def chat_messages(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
     return tuple(_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages))
 
 
-def completion_prompts(prompt: str | list[Any], limits: HttpConfig, max_model_len: int) -> list[str | bytes]:
+def completion_prompts(raw: msgspec.Raw, limits: HttpConfig, max_model_len: int) -> list[str | bytes]:
     """The prompts of a completion, each a text, or token ids as uint32.
 
     Raises:
         InvalidRequest: none, too many, or something that is neither.
         PromptTooLong: more ids than the model takes; none of them was looked at.
     """
+    prompt = _decoded_prompt(raw, limits.max_prompts)
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -85,8 +88,26 @@ def completion_prompts(prompt: str | list[Any], limits: HttpConfig, max_model_le
     if _is_id(prompt[0]):
         return [_ids(prompt, "prompt", max_model_len)]
     if len(prompt) > limits.max_prompts:
-        raise InvalidRequest(f"holds {len(prompt)} prompts; at most {limits.max_prompts} are taken", field="prompt")
+        raise _too_many(len(prompt), limits.max_prompts)
     return [one if isinstance(one, str) else _ids(one, f"prompt[{i}]", max_model_len) for i, one in enumerate(prompt)]
+
+
+def _decoded_prompt(raw: msgspec.Raw, max_prompts: int) -> str | list[Any]:
+    """A text or a list. Millions of small lists are counted and refused instead of made (F50)."""
+    data = bytes(raw)
+    num_lists = data.count(b"[") - 1
+    if num_lists > max_prompts and b'"' not in data:
+        raise _too_many(num_lists, max_prompts)
+    kind: Any = str | list[Any] if num_lists <= max_prompts else str | list[str]  # brackets may be part of a text
+    try:
+        prompt: str | list[Any] = msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise InvalidRequest("must be text or token ids", field="prompt") from None
+    return prompt
+
+
+def _too_many(num_prompts: int, max_prompts: int) -> InvalidRequest:
+    return InvalidRequest(f"holds {num_prompts} prompts; at most {max_prompts} are taken", field="prompt")
 
 
 def check_stream(body: Sampling) -> bool:
@@ -138,7 +159,15 @@ def _params(
         raise InvalidRequest(error.message, field=names.get(field, field) or None) from None
 
 
-def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+def _bias(raw: msgspec.Raw) -> dict[int, float] | None:
+    data = bytes(raw)
+    num_entries = data.count(b",") + 1  # a key with a comma is no id
+    if num_entries > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"has {num_entries} entries; at most {MAX_LOGIT_BIAS} are taken", field="logit_bias")
+    try:
+        bias = msgspec.json.decode(data, type=Bias | None)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(refusal_of(str(error)).message, field="logit_bias") from None
     if bias is None:
         return None
     try:

@@ -6,15 +6,17 @@ pending is handed to the `Answer` of the request, which makes JSON of it.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import structlog
 
 from pagewire.errors import InternalError, PagewireError, from_code
 from pagewire.gateway.client import Client
+from pagewire.gateway.columns import LogprobRun
 from pagewire.gateway.http.connection import HttpConnection
+from pagewire.gateway.pace import Pace
 from pagewire.gateway.stream import GatewayStream, Piece
-from pagewire_transport.messages import Accepted, Done, Finished, PromptLogprobs
+from pagewire_transport.messages import Accepted, Done, Finished
 
 _log: Final = structlog.get_logger()
 
@@ -26,8 +28,8 @@ class Answer(Protocol):
         """The engine took the stream."""
         ...
 
-    def prompt_logprobs(self, stream: int, message: PromptLogprobs) -> None:
-        """Once, before the first piece."""
+    def prompt_logprobs(self, stream: int, start: int, run: LogprobRun, *, is_last: bool) -> None:
+        """Of the prompt's tokens from `start`; in order, before the first piece."""
         ...
 
     def piece(self, stream: int, choice: int, piece: Piece) -> None:
@@ -55,53 +57,85 @@ class HttpReader(Client):
     """The streams of one request."""
 
     connection: HttpConnection
+    values_a_unit: ClassVar[int] = 1
 
-    def __init__(self, connection: HttpConnection, answer: Answer) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: HttpConnection, pace: Pace, answer: Answer) -> None:
+        super().__init__(connection, pace)
         self._answer = answer
         self._has_failed = False
 
-    def flush(self) -> None:
-        """Hand over what there is, unless the connection is blocked: then it is called again when it no longer is."""
-        if not self._marked or self.connection.is_blocked:
-            return
+    def _hand_over(self, most: int) -> int:
+        spent = 0
         marked, self._marked = self._marked, []
-        for stream in marked:
+        for at, stream in enumerate(marked):
+            if spent >= most:
+                self._marked = marked[at:] + self._marked
+                break
             stream.is_marked = False
             if self._has_failed:
                 if stream.ending is not None:
                     self.streams.pop(stream.number, None)
                 continue
             try:
-                self._tell(stream)
+                spent += self._tell(stream, most - spent)
             except Exception as error:  # noqa: BLE001  (F7: a fault of ours ends this request, never a turn of the gateway)
                 _log.error("answer_failed", client=self.connection.client, exc_info=error)
                 self._fail(InternalError(f"{type(error).__name__} while answering"))
         self._answer.flush()
+        return spent
 
-    def _tell(self, stream: GatewayStream) -> None:
+    def _tell(self, stream: GatewayStream, most: int) -> int:
+        """Hand over about `most` values; how many it were. A stream that has more is marked again."""
         answer, number = self._answer, stream.number
-        for message in stream.opening:
-            if isinstance(message, Accepted):
-                answer.accepted(number, message)
-            else:
-                answer.prompt_logprobs(number, message)
-        stream.opening.clear()
-        for index, choice in enumerate(stream.choices):
-            piece = choice.pending.take()
+        spent = self._open(stream, most) if stream.opening else 0
+        is_all = not stream.opening
+        for index, choice in enumerate(stream.choices if is_all else ()):
+            piece = choice.pending.take(most - spent)
             if piece is not None:
+                spent += len(piece.ids) * (1 if piece.logprobs is None else 1 + piece.logprobs.top)
                 answer.piece(number, index, piece)
-            if choice.finished is not None and not choice.was_told:
+            if not choice.pending.is_empty:
+                is_all = False
+            elif choice.finished is not None and not choice.was_told:
                 choice.was_told = True
                 answer.finished(number, index, choice.finished)
         ending = stream.ending
-        if ending is None:
-            return
-        self.streams.pop(number, None)
-        if isinstance(ending, Done):
-            answer.done(number, ending)
-        else:
-            self._fail(from_code(ending.code, ending.message, field=ending.field, retry_after_ms=ending.retry_after_ms))
+        if not is_all:
+            self.mark(stream)
+        elif ending is not None:
+            self.streams.pop(number, None)
+            if isinstance(ending, Done):
+                answer.done(number, ending)
+            else:
+                retry = ending.retry_after_ms
+                self._fail(from_code(ending.code, ending.message, field=ending.field, retry_after_ms=retry))
+        return spent
+
+    def _open(self, stream: GatewayStream, most: int) -> int:
+        """As `_tell`, of what comes before the first token."""
+        answer, opening, spent = self._answer, stream.opening, 0
+        while opening and spent < most:
+            message = opening[0]
+            if isinstance(message, Accepted):
+                answer.accepted(stream.number, message)
+                opening.pop(0)
+                continue
+            width, first = 1 + message.top, stream.num_prompt_told
+            last = min(first + -(-(most - spent) // width), len(message.chosen) // 4)
+            wide = slice(4 * message.top * first, 4 * message.top * last)
+            run = LogprobRun(
+                message.top,
+                memoryview(message.chosen)[4 * first : 4 * last],
+                memoryview(message.top_ids)[wide],
+                memoryview(message.top_logprobs)[wide],
+            )
+            is_last = 4 * last >= len(message.chosen)
+            answer.prompt_logprobs(stream.number, 1 + first, run, is_last=is_last)  # the first token has none
+            stream.num_prompt_told = last
+            spent += (last - first) * width
+            if is_last:
+                opening.pop(0)
+        return spent
 
     def _fail(self, error: PagewireError) -> None:
         """Told once; the task of the request then takes its other streams back from the gateway."""

@@ -8,7 +8,7 @@ is configured to take may be less.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -26,7 +26,22 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Top = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 Ids = Annotated[list[TokenId], msgspec.Meta(max_length=2**22)]
+Bias = Annotated[
+    dict[str, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]], msgspec.Meta(max_length=MAX_LOGIT_BIAS)
+]
 Scalar = str | int | float | bool | None
+NULL: Final = msgspec.Raw(b"null")
+
+
+def _raw(*kinds: Any) -> msgspec.Meta:
+    """Of a field that is decoded once its size was looked at (`parameters`): a body of eight million bytes holds millions
+    of small objects, which are a second of the loop's time (F50). The OpenAPI document says the kinds.
+    """
+    return msgspec.Meta(extra_json_schema={"anyOf": [msgspec.json.schema(kind) for kind in kinds]})
+
+
+RawBias = Annotated[msgspec.Raw, _raw(Bias, None)]
+RawPrompt = Annotated[msgspec.Raw, _raw(str, list[str], Ids, list[Ids])]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,12 +64,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Extension."""
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[str, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]], msgspec.Meta(max_length=MAX_LOGIT_BIAS)
-        ]
-        | None
-    ) = None
+    logit_bias: RawBias = msgspec.field(default_factory=lambda: NULL)
     """By token id."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -110,7 +120,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
 class CompletionRequest(Sampling, frozen=True, kw_only=True):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[Any]
+    prompt: RawPrompt
     """A text, several texts, token ids, or several lists of token ids."""
     logprobs: Top | None = None
     echo: bool | None = None

@@ -6,14 +6,16 @@ A shape holds what each choice has to say. Streamed, that is taken out after eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import msgspec
 
-from pagewire.gateway.http.tokens import CompletionLogprobs, Vocabulary, prompt_token_logprobs, token_logprobs
+from pagewire.gateway.columns import LogprobRun
+from pagewire.gateway.http.tokens import CompletionLogprobs, Vocabulary
 from pagewire.gateway.stream import Piece
-from pagewire_transport.messages import PromptLogprobs, Usage
+from pagewire_transport.messages import Usage
 
 _encode = msgspec.json.Encoder().encode
 
@@ -49,8 +51,8 @@ class Heading:
 class Shape(Protocol):
     """Of one request; `index` counts the choices of all its streams."""
 
-    def prompt_logprobs(self, index: int, message: PromptLogprobs) -> None:
-        """Take the log-probabilities of the prompt of this choice."""
+    def prompt_logprobs(self, indices: Sequence[int], start: int, run: LogprobRun) -> None:
+        """Take those of the prompt that these choices have in common, from its token `start`."""
         ...
 
     def add(self, index: int, piece: Piece) -> None:
@@ -99,16 +101,16 @@ class ChatShape:
         self._begin: Final = heading.json("chat.completion.chunk")
         self._close: Final = b',"usage":null}' if heading.tells_usage else b"}"
 
-    def prompt_logprobs(self, index: int, message: PromptLogprobs) -> None:
+    def prompt_logprobs(self, indices: Sequence[int], start: int, run: LogprobRun) -> None:
         """Chats do not show them."""
-        raise AssertionError((index, message))
+        raise AssertionError((indices, start, run))
 
     def add(self, index: int, piece: Piece) -> None:
         choice = self._choices[index]
         if piece.text:
             choice.texts.append(piece.text)
         if piece.logprobs is not None:
-            choice.entries += map(self._vocabulary.chat_entry, token_logprobs(piece.ids, piece.logprobs))
+            choice.entries += self._vocabulary.chat_entries(piece.ids, piece.logprobs)
 
     def add_text(self, index: int, text: str) -> None:
         self._choices[index].texts.append(text)
@@ -189,6 +191,7 @@ class CompletionShape:
     def __init__(self, heading: Heading, echoes: list[Echo | None], vocabulary: Vocabulary) -> None:
         self._heading = heading
         self._echoes = echoes
+        self._vocabulary = vocabulary
         self._choices = [_CompletionChoice(CompletionLogprobs(vocabulary)) for _ in echoes]
         self._begin: Final = heading.json("text_completion")
         self._close: Final = b',"usage":null}' if heading.tells_usage else b"}"
@@ -199,11 +202,13 @@ class CompletionShape:
                 if heading.has_logprobs:
                     choice.logprobs.add_first(echo.ids[0])
 
-    def prompt_logprobs(self, index: int, message: PromptLogprobs) -> None:
-        echo = self._echoes[index]
+    def prompt_logprobs(self, indices: Sequence[int], start: int, run: LogprobRun) -> None:
+        echo = self._echoes[indices[0]]
         assert echo is not None, "they are asked for with `echo` only"
-        for one in prompt_token_logprobs(echo.ids, message):
-            self._choices[index].logprobs.add(one)
+        entries = self._vocabulary.completion_entries(echo.ids[start : start + len(run.chosen) // 4], run)
+        for index in indices:
+            self._choices[index].has_news = True
+            self._choices[index].logprobs.add(entries)
 
     def add(self, index: int, piece: Piece) -> None:
         choice = self._choices[index]
@@ -212,8 +217,7 @@ class CompletionShape:
             choice.texts.append(piece.text)
         if piece.logprobs is not None:
             choice.has_news = True
-            for one in token_logprobs(piece.ids, piece.logprobs):
-                choice.logprobs.add(one)
+            choice.logprobs.add(self._vocabulary.completion_entries(piece.ids, piece.logprobs))
 
     def add_text(self, index: int, text: str) -> None:
         self._choices[index].has_news = True

@@ -1,50 +1,48 @@
 """Tokens in JSON: what a token is called, and log-probabilities in the two shapes of OpenAI's API.
 
-JSON is put together as bytes, token by token as they come, so that no answer costs the loop much at once. NaN and −∞ have
-no JSON: −9999 stands for them, as in OpenAI's answers (F38).
+An answer may hold half a million log-probabilities, so each must cost next to nothing: the JSON around a number is made
+once for each token of the vocabulary and kept, a run's numbers are encoded in one call, and both are joined. NaN and −∞
+have no JSON: −9999 stands for them, as in OpenAI's answers (F38).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from pagewire.gateway.columns import LogprobRun
 from pagewire_client.text.byte_table import ByteTable
 from pagewire_transport.columns import unpack
-from pagewire_transport.messages import PromptLogprobs
 
-LOWEST: Final = -9999.0
+_LOWEST: Final = b"-9999.0"
 
-TokenLogprobs = tuple[int, float, list[tuple[int, float]]]
-"""A token, its log-probability, and the most likely tokens in its place."""
+_T = TypeVar("_T")
 
 _encode = msgspec.json.Encoder().encode
 
 
-def finite(value: float) -> float:
-    """The value, or what stands for one that JSON cannot say."""
-    return value if math.isfinite(value) else LOWEST
+class _Kept(dict[int, _T], Generic[_T]):
+    """A value for each token that came up so far: as many as the vocabulary has tokens at most."""
+
+    def __init__(self, make: Callable[[int], _T]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, token: int) -> _T:
+        value = self[token] = self._make(token)
+        return value
 
 
-def token_logprobs(ids: Sequence[int], run: LogprobRun) -> Iterator[TokenLogprobs]:
-    """The log-probabilities of `ids`, one after another."""
-    top, chosen = run.top, unpack("f", bytes(run.chosen))
-    top_ids, top_logprobs = unpack("I", bytes(run.top_ids)), unpack("f", bytes(run.top_logprobs))
-    for i, token in enumerate(ids):
-        span = slice(i * top, (i + 1) * top)
-        yield token, finite(chosen[i]), [(t, finite(p)) for t, p in zip(top_ids[span], top_logprobs[span], strict=True)]
+class CompletionEntries(NamedTuple):
+    """JSON of a run of tokens for the four lists of a completion's `logprobs`."""
 
-
-def prompt_token_logprobs(ids: Sequence[int], message: PromptLogprobs) -> Iterator[TokenLogprobs]:
-    """Of all tokens of a prompt but the first."""
-    run = LogprobRun(
-        message.top, *(memoryview(column) for column in (message.chosen, message.top_ids, message.top_logprobs))
-    )
-    return token_logprobs(ids[1:], run)
+    tokens: list[bytes]
+    logprobs: list[bytes]
+    tops: list[bytes]
+    num_chars: list[int]
 
 
 class Vocabulary:
@@ -52,6 +50,10 @@ class Vocabulary:
 
     def __init__(self, table: ByteTable | None) -> None:
         self._table = table
+        self._names = _Kept(lambda token: _encode(self.name(token)))
+        self._keys = _Kept(lambda token: b",%b:" % self._names[token])
+        self._heads = _Kept(self._head)
+        self._num_chars = _Kept(self.num_chars)
 
     def piece(self, token: int) -> bytes:
         """The token's bytes."""
@@ -76,22 +78,60 @@ class Vocabulary:
         """The text of a prompt, special tokens included."""
         return b"".join(map(self.piece, ids)).decode("utf-8", "replace")
 
-    def chat_entry(self, one: TokenLogprobs) -> bytes:
-        """`{"token", "logprob", "bytes", "top_logprobs"}` of one token."""
-        token, logprob, top = one
-        alternatives = b",".join(b"{%b}" % self._named(t, p) for t, p in top)
-        return b'{%b,"top_logprobs":[%b]}' % (self._named(token, logprob), alternatives)
+    def chat_entries(self, ids: Sequence[int], run: LogprobRun) -> list[bytes]:
+        """`{"token", "bytes", "logprob", "top_logprobs"}` of each token."""
+        heads, chosen, top = self._heads, _numbers(run.chosen), run.top
+        if not top:
+            return [b'%b%b,"top_logprobs":[]}' % (heads[t][2:], p) for t, p in zip(ids, chosen, strict=True)]
+        pairs = _pairs(heads, run)
+        return [
+            b'%b%b,"top_logprobs":[%b}]}'
+            % (heads[token][2:], chosen[i], b"".join(pairs[2 * top * i : 2 * top * (i + 1)])[2:])
+            for i, token in enumerate(ids)
+        ]
 
-    def _named(self, token: int, logprob: float) -> bytes:
-        return b'"token":%b,"logprob":%b,"bytes":%b' % (
-            _encode(self.name(token)),
-            _encode(logprob),
-            _encode(list(self.piece(token))),
+    def completion_entries(self, ids: Sequence[int], run: LogprobRun) -> CompletionEntries:
+        """Of each token. It is among its own alternatives, whether or not it is one of the most likely."""
+        keys, chosen, top = self._keys, _numbers(run.chosen), run.top
+        pairs = _pairs(keys, run)
+        tops: list[bytes] = []
+        for i, token in enumerate(ids):
+            mine = pairs[2 * top * i : 2 * top * (i + 1)]
+            names, own = mine[0::2], keys[token]
+            if own not in names:
+                mine += (own, chosen[i])
+                names.append(own)
+            if len(set(names)) < len(names):  # two tokens may have one name: the likelier counts
+                mine = [part for pair in dict(zip(names[::-1], mine[::-2], strict=True)).items() for part in pair]
+            tops.append(b"{%b}" % b"".join(mine)[1:])
+        return CompletionEntries(
+            list(map(self._names.__getitem__, ids)), chosen, tops, list(map(self._num_chars.__getitem__, ids))
         )
+
+    def _head(self, token: int) -> bytes:
+        """What stands before a log-probability in a chat: the end of the one before, and all else of its own."""
+        return b'},{"token":%b,"bytes":%b,"logprob":' % (self._names[token], _encode(list(self.piece(token))))
+
+
+def _numbers(column: memoryview) -> list[bytes]:
+    """float32 as JSON."""
+    if not column:
+        return []
+    text = _encode(unpack("f", bytes(column)).tolist())[1:-1]
+    return text.replace(b"null", _LOWEST).split(b",")
+
+
+def _pairs(before: _Kept[bytes], run: LogprobRun) -> list[bytes]:
+    """What stands before it and its log-probability, for one alternative after the other."""
+    values = _numbers(run.top_logprobs)
+    pairs = [b""] * (2 * len(values))
+    pairs[0::2] = map(before.__getitem__, unpack("I", bytes(run.top_ids)))
+    pairs[1::2] = values
+    return pairs
 
 
 class CompletionLogprobs:
-    """The four lists of a completion's `logprobs`, filled token by token and taken out in runs."""
+    """The four lists of a completion's `logprobs`, filled run by run and taken out in chunks."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -103,15 +143,16 @@ class CompletionLogprobs:
 
     def add_first(self, token: int) -> None:
         """The first token of a prompt: nothing precedes it, so it has no probability."""
-        self._add(token, b"null", b"null")
+        name = _encode(self._vocabulary.name(token))
+        self.add(CompletionEntries([name], [b"null"], [b"null"], [self._vocabulary.num_chars(token)]))
 
-    def add(self, one: TokenLogprobs) -> None:
-        """One token. It is among its own alternatives, whether or not it is one of the most likely."""
-        token, logprob, top = one
-        named: dict[str, float] = {}
-        for other, value in [*top, (token, logprob)]:
-            named.setdefault(self._vocabulary.name(other), value)  # two tokens may have one name: the likelier counts
-        self._add(token, _encode(logprob), _encode(named))
+    def add(self, entries: CompletionEntries) -> None:
+        """One run."""
+        self._tokens += entries.tokens
+        self._logprobs += entries.logprobs
+        self._tops += entries.tops
+        *offsets, self._offset = accumulate(entries.num_chars, initial=self._offset)
+        self._offsets += [b"%d" % offset for offset in offsets]
 
     def take(self) -> bytes:
         """What was added since the last call, as JSON."""
@@ -122,10 +163,3 @@ class CompletionLogprobs:
         for one in lists:
             one.clear()
         return out
-
-    def _add(self, token: int, logprob: bytes, top: bytes) -> None:
-        self._tokens.append(_encode(self._vocabulary.name(token)))
-        self._logprobs.append(logprob)
-        self._tops.append(top)
-        self._offsets.append(b"%d" % self._offset)
-        self._offset += self._vocabulary.num_chars(token)
