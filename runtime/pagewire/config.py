@@ -122,6 +122,15 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1024, description="largest message taken")] = 16 * 2**20
     heartbeat_ms: Annotated[int, msgspec.Meta(ge=10, description="how often a client pings")] = 1000
     heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=50, description="silence after which a peer is lost")] = 10_000
+    resume_grace_ms: Annotated[
+        int, msgspec.Meta(ge=0, description="how long streams of a lost client can be resumed; 0: they end with it")
+    ] = 30_000
+    max_kept_streams: Annotated[
+        int, msgspec.Meta(ge=1, description="streams kept for lost clients at most; the oldest goes first")
+    ] = 4096
+    max_kept_bytes: Annotated[
+        int, msgspec.Meta(ge=1024, description="bytes of tokens and log-probabilities kept for lost clients at most")
+    ] = 256 * 2**20
     drain_timeout_ms: Annotated[int, msgspec.Meta(ge=0, description="time for open streams at shutdown")] = 10_000
     start_timeout_ms: Annotated[int, msgspec.Meta(ge=100, description="time for the engine to get ready")] = 300_000
     restart_max: Annotated[

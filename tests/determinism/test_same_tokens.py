@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 
 from pagewire import LLM
+from pagewire_transport.columns import pack
+from pagewire_transport.messages import Replay
+from pagewire_transport.params import SamplingParams
 
 NUM_REQUESTS = 200
 CONFIG = {
@@ -152,3 +155,36 @@ def test_a_shared_prefix_is_computed_once(folder):
         stats = llm.stats()
     assert stats["prefilled_tokens_total"] == 1050 + 15 * (1050 - 992)
     assert sorted(r.usage.cached for r in results) == [0] + 15 * [992]
+
+
+def test_replay(folder, alone):
+    """A request that another engine began goes on with the same tokens, wherever that one was lost (decision 17)."""
+    with LLM(folder, load_format="dummy", deterministic=True, max_rows=64, threads=1, kv_bytes=4000 * PER_BLOCK) as llm:
+        assert asyncio.run_coroutine_threadsafe(replay_all(llm._engine._core, alone), llm._loop).result() == alone
+
+
+async def replay_all(core, alone) -> list[list[int]]:
+    rng = random.Random(3)
+    over = asyncio.get_running_loop().create_future()
+
+    class Sink:
+        num_open = 0
+
+        def on_outcome(self, outcome):
+            self.num_open -= len(outcome.ended)
+            if self.num_open == 0 and not over.done():
+                over.set_result(None)
+
+    sink = Sink()
+    core.sinks.append(sink)
+    sequences = []
+    for i, ((prompt, params), whole) in enumerate(zip(requests(), alone, strict=True)):
+        kept = whole[: rng.randint(0, len(whole))]
+        replay = Replay(request_id=f"lost-{i}", resume_key="", output_ids=(pack("I", kept),))
+        request = core.admission.admit(prompt, SamplingParams(**params), replay=replay)
+        sequences += core.submit(request)
+        sink.num_open += 1
+    await asyncio.wait_for(over, 60)
+    core.sinks.remove(sink)
+    core.scheduler.check_invariants()
+    return [core.output(sequence).tolist() for sequence in sequences]

@@ -72,6 +72,8 @@ class FakeCore:
             self._next_slot = max(self._next_slot, slot + 1)
             sequence = Sequence(request, choice, request.seed + choice, self._order, slot, SequenceState.RUNNING)
             self._order += 1
+            if request.output_ids:
+                sequence.output = request.output_ids[choice]
             self.live[slot] = sequence
             made.append(sequence)
         return made

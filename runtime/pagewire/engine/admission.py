@@ -15,6 +15,7 @@ from pagewire.clock import Clock
 from pagewire.errors import InvalidRequest
 from pagewire.request.request import Namespace, Request, TokenArray
 from pagewire.request.validate import validate
+from pagewire_transport.messages import Replay
 from pagewire_transport.params import SamplingParams
 
 _SEED_BITS: Final = 63
@@ -47,10 +48,12 @@ class Admission:
         priority: int = 0,
         namespace: Namespace | None = None,
         arrival_ns: int | None = None,
+        replay: Replay | None = None,
     ) -> Request:
         """The request, its id drawn, `max_tokens` and `seed` resolved.
 
-        Parameters are checked by `pagewire.request.validate`; see there for what `max_tokens` may be.
+        Parameters are checked by `pagewire.request.validate`; see there for what `max_tokens` may be. A `replay` keeps
+        its id; its seed must be given.
 
         Raises:
             InvalidRequest: an empty prompt, or a value that this model cannot take.
@@ -65,15 +68,39 @@ class Admission:
             max_model_len=self.max_len,
             stop_allowed=False,
         )
+        output_ids = self._checked_outputs(replay, params) if replay is not None else ()
         seed = self._random.getrandbits(_SEED_BITS) if params.seed is None else params.seed
         return Request(
-            request_id=f"{self._prefix}-{next(self._numbers)}",
+            request_id=replay.request_id if replay is not None else f"{self._prefix}-{next(self._numbers)}",
             prompt_ids=ids,
             params=msgspec.structs.replace(params, seed=seed),
             arrival_ns=self._clock.now_ns() if arrival_ns is None else arrival_ns,
             priority=priority,
             namespace=replace(namespace or Namespace(), kv_format=self._kv_format),
+            output_ids=output_ids,
         )
+
+    def _checked_outputs(self, replay: Replay, params: SamplingParams) -> tuple[TokenArray, ...]:
+        """What was generated before, one array for each sequence."""
+        if params.seed is None:
+            raise InvalidRequest("must be the one that was in use", field="params.seed")
+        if not replay.request_id:
+            raise InvalidRequest("must not be empty", field="replay.request_id")
+        if len(replay.output_ids) != params.n:
+            raise InvalidRequest(f"must hold one entry for each of n, {params.n}", field="replay.output_ids")
+        assert params.max_tokens is not None
+        outputs = []
+        for choice, packed in enumerate(replay.output_ids):
+            field = f"replay.output_ids[{choice}]"
+            if len(packed) % 4:
+                raise InvalidRequest(f"has {len(packed)} bytes, not a multiple of 4", field=field)
+            ids = np.frombuffer(packed, "<u4")
+            if ids.size > params.max_tokens:
+                raise InvalidRequest(f"holds more than max_tokens, {params.max_tokens}", field=field)
+            if ids.size and int(ids.max()) >= self._vocab_size:
+                raise InvalidRequest(f"must be below the vocabulary size, {self._vocab_size}", field=field)
+            outputs.append(ids.astype(np.int32))
+        return tuple(outputs)
 
     def _checked_prompt(self, prompt_ids: TokenArray | Collection[int]) -> TokenArray:
         try:

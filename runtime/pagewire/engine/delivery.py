@@ -18,12 +18,12 @@ from typing import Final, Protocol
 import numpy as np
 
 from pagewire.engine.packing import LateRun, OutcomeColumns, keep_logprob, late_tokens
-from pagewire.engine.streams import Choice, Entries, Part, Reader, Stream, StreamTable
+from pagewire.engine.streams import Choice, Part, Reader, Stream, StreamTable
 from pagewire.errors import InternalError
 from pagewire.request.request import TokenArray
 from pagewire.scheduler.outcome import StepOutcome
 from pagewire.scheduler.sequence import Sequence
-from pagewire.step.step import PromptLogprobRows
+from pagewire.step.step import LogprobRows, PromptLogprobRows
 from pagewire_transport.codec import encode
 from pagewire_transport.connection import Connection
 from pagewire_transport.door import refusal
@@ -53,11 +53,15 @@ class Delivery:
     Args:
         ledger: holds the tokens.
         on_fault: told of exceptions of our own code: (what was being done, the exception).
+        on_over: told of each stream that has left its reader: all of it was sent, or it was dropped.
     """
 
-    def __init__(self, ledger: Ledger, on_fault: Callable[[str, Exception], None]) -> None:
+    def __init__(
+        self, ledger: Ledger, on_fault: Callable[[str, Exception], None], on_over: Callable[[Stream], None]
+    ) -> None:
         self._ledger = ledger
         self._on_fault = on_fault
+        self._on_over = on_over
         self._loop = asyncio.get_running_loop()
         self._table = StreamTable()
         self._by_index: list[Reader | None] = []
@@ -72,21 +76,56 @@ class Delivery:
         return reader
 
     def remove_reader(self, reader: Reader) -> None:
-        """Its connection is gone: its streams are cancelled."""
+        """Its connection is gone: streams that it still has are cancelled."""
+        self._drop_streams(reader)
         self._by_index[reader.index] = None
         self._free_indices.append(reader.index)
-        self._drop_streams(reader)
 
     def add(self, stream: Stream) -> None:
         """A stream that starts; its first tokens come with a later outcome."""
+        assert stream.reader is not None
         stream.reader.streams[stream.number] = stream
         for choice in stream.choices:
+            choice.sent = choice.kept_from = choice.sequence.num_output  # not 0 where another engine began it
             self._table.add(choice)
+
+    def release(self, stream: Stream) -> None:
+        """The stream goes on without a reader."""
+        reader, stream.reader = stream.reader, None
+        if reader is not None:
+            reader.streams.pop(stream.number, None)
+            for choice in stream.choices:
+                reader.ended.pop(choice, None)
+                self._table.move(choice)
+
+    def give(self, stream: Stream, reader: Reader, number: int, received: list[int]) -> None:
+        """The stream, which has no reader, gets one, that has `received` tokens of each choice."""
+        assert stream.reader is None
+        stream.reader, stream.number = reader, number
+        reader.streams[number] = stream
+        reader.is_behind = True
+        stream.is_prompt_told = any(received)
+        for choice, sent in zip(stream.choices, received, strict=True):
+            choice.is_told = False
+            self._table.move(choice)
+            self._table.set_sent(choice, sent)
+            if choice.has_ended:
+                reader.ended[choice] = None
+        self._serve_soon(reader)
+
+    def drop(self, stream: Stream) -> None:
+        """The stream ends; nobody is told."""
+        self.release(stream)
+        for choice in stream.choices:
+            self._table.remove(choice)
+            self._ledger.cancel(choice.sequence)
 
     def on_outcome(self, outcome: StepOutcome) -> None:
         """Send what a step brought, to everybody who can take it now. Never raises for one reader's sake."""
         for sequence, rows in outcome.prompt_logprobs:
             self._add_prompt_logprobs(sequence, rows)
+        if outcome.logprobs is not None:
+            self._keep_logprobs(outcome, outcome.logprobs)
         if outcome.slots.size:
             self._deliver(outcome)
         touched: dict[Reader, None] = {}
@@ -94,9 +133,11 @@ class Delivery:
             choice = self._table.find(sequence)
             if choice is not None:
                 self._table.remove(choice)
+                choice.has_ended = True
                 reader = choice.stream.reader
-                reader.ended[choice] = None
-                touched[reader] = None
+                if reader is not None:
+                    reader.ended[choice] = None
+                    touched[reader] = None
         for reader in touched:
             self.serve(reader)
 
@@ -134,22 +175,17 @@ class Delivery:
             is_sent[layout.entries(part)] = False
         table.sent[slots[is_sent]] = until[is_sent]
         for part in late:
-            self._fall_behind(outcome, part, layout.entries(part))
+            # Its cursors stay where they are; it is served when it can take something.
+            part.reader.is_behind = True
+            self._serve_soon(part.reader)
 
-    def _fall_behind(self, outcome: StepOutcome, part: Part, entries: Entries) -> None:
-        """Leave a reader's cursors where they are, keep what the ledger does not hold, serve it when it can take it."""
-        reader = part.reader
-        reader.is_behind = True
-        rows = outcome.logprobs
-        if rows is not None:
-            is_mine = np.zeros(outcome.slots.size, np.bool_)
-            is_mine[entries] = True
-            begins = np.cumsum(rows.top) - rows.top
-            for row in np.flatnonzero(is_mine[rows.samples]).tolist():
-                choice = self._table.choices[int(outcome.slots[rows.samples[row]])]
-                assert choice is not None
-                choice.kept.append(keep_logprob(rows, row, int(begins[row])))
-        self._serve_soon(reader)
+    def _keep_logprobs(self, outcome: StepOutcome, rows: LogprobRows) -> None:
+        """The ledger does not hold them: a reader that lags, or comes back, gets them from here."""
+        begins = (np.cumsum(rows.top) - rows.top).tolist()
+        for row, slot in enumerate(outcome.slots[rows.samples].tolist()):
+            choice = self._table.choices[slot] if slot < len(self._table.choices) else None
+            if choice is not None:
+                choice.kept.append(keep_logprob(rows, row, begins[row]))
 
     # ---- readers that lag, and ends ----------------------------------------------------------------------------------
 
@@ -200,8 +236,7 @@ class Delivery:
         for choice, sent in lagging[:_LATE_TOKENS]:
             until = min(choice.sequence.num_output, sent + most)
             ids = self._ledger.output(choice.sequence, sent, until)
-            wants = choice.stream.request.params.logprobs is not None
-            kept = [choice.kept.popleft() for _ in range(until - sent)] if wants else []
+            kept = choice.kept[sent - choice.kept_from : until - choice.kept_from] if choice.kept else []
             runs.append(LateRun(choice.stream.number, choice.index, sent, ids, kept))
             self._table.set_sent(choice, until)
         return runs
@@ -209,9 +244,9 @@ class Delivery:
     def _tell_end(self, choice: Choice) -> None:
         """A choice ended and all its tokens are sent: say so, and close the stream with its last choice."""
         stream, sequence = choice.stream, choice.sequence
+        assert stream.reader is not None
         connection = stream.reader.connection
-        choice.kept.clear()
-        stream.num_told += 1
+        choice.is_told = True
         if sequence.finish_reason == "error" and stream.error is None:
             stream.error = sequence.error or InternalError("the request failed")
             for other in stream.choices:
@@ -219,11 +254,13 @@ class Delivery:
         elif stream.error is None:
             connection.send(stream.finished(choice))
         if stream.num_told == len(stream.choices):
-            del stream.reader.streams[stream.number]
             if stream.error is not None:
                 connection.send(refusal(stream.error, stream.number))
             else:
                 connection.send(stream.done())
+            stream.told_over = connection
+            self.release(stream)
+            self._on_over(stream)
 
     def _fault(self, reader: Reader, cause: Exception) -> None:
         """Our own code failed about one reader: its streams end, since it may have missed tokens."""
@@ -235,12 +272,9 @@ class Delivery:
         reader.is_behind = False
 
     def _drop_streams(self, reader: Reader) -> None:
-        for stream in reader.streams.values():
-            for choice in stream.choices:
-                self._table.remove(choice)
-                self._ledger.cancel(choice.sequence)
-        reader.streams.clear()
-        reader.ended.clear()
+        for stream in list(reader.streams.values()):
+            self.drop(stream)
+            self._on_over(stream)
 
     def _add_prompt_logprobs(self, sequence: Sequence, rows: PromptLogprobRows) -> None:
         choice = self._table.find(sequence)
@@ -250,14 +284,17 @@ class Delivery:
             choice.stream.prompt_logprobs.add(rows)
             self.tell_prompt_logprobs(choice.stream)
         except Exception as error:  # noqa: BLE001  (as in `_deliver`)
-            self._fault(choice.stream.reader, error)
+            if choice.stream.reader is not None:
+                self._fault(choice.stream.reader, error)
 
     def tell_prompt_logprobs(self, stream: Stream) -> None:
         """Send them once they are complete."""
         store = stream.prompt_logprobs
-        if store is not None and store.is_complete:
-            stream.prompt_logprobs = None
+        if store is not None and store.is_complete and stream.reader is not None and not stream.is_prompt_told:
+            stream.is_prompt_told = True
             stream.reader.connection.send(store.message(stream.number))
+            if not stream.resume_key:
+                stream.prompt_logprobs = None
 
     def check_invariants(self, readers: Iterable[Reader]) -> None:
         """What must hold between any two events; `readers` are all that there are."""
@@ -266,11 +303,13 @@ class Delivery:
             assert all(choice.stream.number in reader.streams for choice in reader.ended)
             for number, stream in reader.streams.items():
                 assert stream.number == number
+                assert stream.reader is reader
                 assert stream.num_told < len(stream.choices)
                 for choice in stream.choices:
                     if choice.slot >= 0:
                         assert self._table.choices[choice.slot] is choice
                         assert self._table.reader[choice.slot] == reader.index
         rows = [choice for choice in self._table.choices if choice is not None]
-        assert all(choice.stream.number in choice.stream.reader.streams for choice in rows)
-        assert int((self._table.reader >= 0).sum()) == len(rows)
+        read = [(choice, choice.stream.reader) for choice in rows if choice.stream.reader is not None]
+        assert all(reader.streams[choice.stream.number] is choice.stream for choice, reader in read)
+        assert int((self._table.reader >= 0).sum()) == len(read)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from importlib.metadata import version
 from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 import structlog
 
 from pagewire.config import Config
 from pagewire.engine.admission import Admission
 from pagewire.engine.delivery import Delivery
+from pagewire.engine.packing import u32
 from pagewire.engine.streams import Choice, PromptLogprobStore, Reader, Stream
+from pagewire.engine.survivors import Survivors
 from pagewire.errors import (
+    Cancelled,
     Draining,
     InvalidRequest,
     Overloaded,
     PagewireError,
+    ProtocolError,
+    TakenOver,
     UnknownStream,
     UnsupportedFeature,
 )
@@ -26,12 +33,11 @@ from pagewire.scheduler.outcome import StepOutcome
 from pagewire.scheduler.sequence import Sequence
 from pagewire.worker.interface import WorkerShape
 from pagewire_transport.connection import Connection
-from pagewire_transport.door import Door
+from pagewire_transport.door import Door, refusal
 from pagewire_transport.endpoints import default_endpoint
 from pagewire_transport.handler import DoorLimits, StreamMessage
 from pagewire_transport.messages import (
     PROTOCOL_VERSION,
-    Accepted,
     Cancel,
     Generate,
     Pause,
@@ -40,6 +46,8 @@ from pagewire_transport.messages import (
 )
 
 _RETRY_AFTER_MS: Final = 1000
+_KEY_BYTES: Final = 16
+_COUNT_BYTES: Final = 4
 _FLUSH_S: Final = 0.5
 _POLL_S: Final = 0.002
 
@@ -110,7 +118,8 @@ class WireServer:
         self._is_draining = False
         self._door: Door | None = None
         self._log = structlog.get_logger("pagewire.engine")
-        self._delivery = Delivery(core, self._on_fault)
+        self._delivery = Delivery(core, self._on_fault, self._on_over)
+        self._survivors = Survivors(self._delivery, config.server)
 
     async def start(self) -> None:
         """Listen.
@@ -145,8 +154,9 @@ class WireServer:
         return sum(len(reader.streams) for reader in self._readers.values())
 
     def drain(self) -> None:
-        """From now on new streams are refused; open ones go on."""
+        """From now on new streams are refused; open ones go on, those that nobody reads end."""
         self._is_draining = True
+        self._survivors.close()
 
     async def close(self) -> None:
         """Let what is ready go out, for half a second at most, and stop listening. Idempotent."""
@@ -162,6 +172,7 @@ class WireServer:
         for reader in self._readers.values():
             self._delivery.remove_reader(reader)
         self._readers.clear()
+        self._survivors.close()
         await door.close()
 
     def _has_news(self) -> bool:
@@ -213,7 +224,10 @@ class WireServer:
         if isinstance(message, Generate):
             self._generate(connection, message)
             return
-        if isinstance(message, Resume | Pause):
+        if isinstance(message, Resume):
+            self._resume(connection, message)
+            return
+        if isinstance(message, Pause):
             raise UnsupportedFeature("is not served here", field="t")
         stream = self._owned(connection, message.stream)
         if isinstance(message, Cancel):
@@ -237,6 +251,10 @@ class WireServer:
             return
         if reader.streams:
             self._log.info("client_lost", client=connection.client, streams=len(reader.streams), reason=str(reason))
+        if isinstance(reason, Cancelled | ProtocolError):
+            self._survivors.on_goodbye(connection)
+        elif not self._is_draining:
+            self._survivors.on_lost(reader)
         self._delivery.remove_reader(reader)
 
     def _owned(self, connection: Connection, number: int) -> Stream:
@@ -247,40 +265,66 @@ class WireServer:
         return stream
 
     def _generate(self, connection: Connection, message: Generate) -> None:
-        reader = self._reader(connection)
-        if message.stream in reader.streams:
-            raise InvalidRequest(f"{message.stream} is in use on this connection", field="stream")
+        reader = self._reader_for(connection, message.stream)
         if self._is_draining:
             raise Draining("the engine is shutting down", retry_after_ms=_RETRY_AFTER_MS)
-        limit = self._config.server.max_streams_per_connection
+        replay = message.replay
+        if replay is not None and replay.request_id in self._survivors:
+            raise InvalidRequest("a stream of this id is open here", field="replay.request_id")
+        request = self._core.admission.admit(
+            _prompt_ids(message),
+            message.params,
+            priority=message.priority,
+            namespace=Namespace(tenant=message.namespace),
+            replay=replay,
+        )
+        sequences = self._core.submit(request)
+        stream = Stream(message.stream, reader, request, memo=message.memo)
+        stream.choices = [Choice(stream, index, s, s.slot) for index, s in enumerate(sequences)]
+        if message.resumable and self._survivors.grace_ms:
+            stream.resume_key = replay.resume_key if replay is not None else secrets.token_hex(_KEY_BYTES)
+            self._survivors.add(stream)
+        self._delivery.add(stream)
+        connection.send(stream.accepted())
+        if request.params.prompt_logprobs is not None:
+            stream.prompt_logprobs = PromptLogprobStore(int(request.prompt_ids.size), request.params.prompt_logprobs)
+            self._delivery.tell_prompt_logprobs(stream)
+
+    def _resume(self, connection: Connection, message: Resume) -> None:
+        reader = self._reader_for(connection, message.stream)
+        stream = self._survivors.find(message.request_id, message.resume_key)
+        received = _received(message, stream)
+        before = stream.reader
+        if before is not None:
+            number = stream.number
+            self._delivery.release(stream)
+            before.connection.send(refusal(TakenOver("it was resumed over another connection"), number))
+        self._survivors.taken(stream)
+        self._delivery.give(stream, reader, message.stream, received)
+        accepted = stream.accepted()
+        if message.recall:
+            outputs = (self._core.output(c.sequence, 0, n) for c, n in zip(stream.choices, received, strict=True))
+            accepted = msgspec.structs.replace(
+                accepted,
+                prompt_ids=u32(stream.request.prompt_ids),
+                output_ids=tuple(u32(ids) for ids in outputs),
+                memo=stream.memo,
+            )
+        connection.send(accepted)
+        self._delivery.tell_prompt_logprobs(stream)
+
+    def _reader_for(self, connection: Connection, number: int) -> Reader:
+        """The connection's reader, which may have one stream more, of this number."""
+        reader, limit = self._reader(connection), self._config.server.max_streams_per_connection
+        if number in reader.streams:
+            raise InvalidRequest(f"{number} is in use on this connection", field="stream")
         if len(reader.streams) >= limit:
             raise Overloaded(
                 f"this connection has {limit} open streams, no more are allowed",
                 field="stream",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        request = self._core.admission.admit(
-            _prompt_ids(message),
-            message.params,
-            priority=message.priority,
-            namespace=Namespace(tenant=message.namespace),
-        )
-        sequences = self._core.submit(request)
-        stream = Stream(message.stream, reader, request)
-        stream.choices = [Choice(stream, index, s, s.slot) for index, s in enumerate(sequences)]
-        self._delivery.add(stream)
-        connection.send(
-            Accepted(
-                stream=message.stream,
-                request_id=request.request_id,
-                seed=request.seed,
-                num_prompt_tokens=int(request.prompt_ids.size),
-                max_tokens=request.max_tokens,
-            )
-        )
-        if request.params.prompt_logprobs is not None:
-            stream.prompt_logprobs = PromptLogprobStore(int(request.prompt_ids.size), request.params.prompt_logprobs)
-            self._delivery.tell_prompt_logprobs(stream)
+        return reader
 
     def _reader(self, connection: Connection) -> Reader:
         reader = self._readers.get(connection)
@@ -294,12 +338,16 @@ class WireServer:
         """See `Sink`."""
         self._delivery.on_outcome(outcome)
 
+    def _on_over(self, stream: Stream) -> None:
+        self._survivors.on_over(stream)
+
     def _on_fault(self, doing: str, error: Exception) -> None:
         self._log.error("door_fault", doing=doing, exc_info=error)
 
     def check_invariants(self) -> None:
         """What must hold between any two events."""
         self._delivery.check_invariants(self._readers.values())
+        self._survivors.check_invariants()
 
 
 def _prompt_ids(message: Generate) -> TokenArray:
@@ -309,8 +357,8 @@ def _prompt_ids(message: Generate) -> TokenArray:
         UnsupportedFeature: text, which the gateway takes.
         InvalidRequest: no ids, or no whole number of them.
     """
-    if message.replay is not None or message.on_lag != "coalesce" or message.memo:
-        raise UnsupportedFeature("is not served here", field="replay, on_lag or memo")
+    if message.on_lag != "coalesce":
+        raise UnsupportedFeature("is not served here", field="on_lag")
     for field in ("prompt", "messages", "template_kwargs"):
         if getattr(message, field):
             raise UnsupportedFeature("this door takes token ids only; text is the gateway's", field=field)
@@ -319,3 +367,23 @@ def _prompt_ids(message: Generate) -> TokenArray:
     if len(message.prompt_ids) % 4:
         raise InvalidRequest(f"has {len(message.prompt_ids)} bytes, not a multiple of 4", field="prompt_ids")
     return np.frombuffer(message.prompt_ids, "<u4")
+
+
+def _received(message: Resume, stream: Stream) -> list[int]:
+    """How many tokens of each choice the client has.
+
+    Raises:
+        InvalidRequest: they are not one number a choice, or more than there are.
+        UnknownStream: log-probabilities of what it lacks are not here.
+    """
+    num = len(stream.choices)
+    if len(message.received) not in (0, _COUNT_BYTES * num):
+        raise InvalidRequest(f"must hold one number for each of n, {num}", field="received")
+    received = np.frombuffer(message.received, "<u4").tolist() if message.received else [0] * num
+    for choice, count in zip(stream.choices, received, strict=True):
+        have = choice.sequence.num_output
+        if count > have and choice.sequence.is_live:
+            raise InvalidRequest(f"says {count} tokens of choice {choice.index}, which has {have}", field="received")
+        if count < choice.kept_from and stream.request.params.logprobs is not None:
+            raise UnknownStream("log-probabilities before this index are lost", field="request_id")
+    return [min(count, c.sequence.num_output) for c, count in zip(stream.choices, received, strict=True)]

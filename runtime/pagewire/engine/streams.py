@@ -8,12 +8,13 @@ What is looked at in every step lies in arrays indexed by the sequences' slots; 
 
 A reader that is slow has cursors that lag and nothing else (F18): no queue grows for it. When its connection takes
 something again, one message is made of the slices behind all its cursors. Log-probabilities cannot be read from the
-ledger again; those of a lagging choice are kept with it, at most `max_tokens` of them.
+ledger again; those of a choice that wants them are kept with it, at most `max_tokens` of them.
+
+A stream whose reader was lost goes on without one, and a reader that resumes it says where its cursors are.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,10 +28,15 @@ from pagewire.scheduler.sequence import Sequence
 from pagewire.step.step import Int32Array, PromptLogprobRows
 from pagewire_transport.codec import encode
 from pagewire_transport.connection import Connection
-from pagewire_transport.messages import Done, Finished, PromptLogprobs, Timings, Tokens, Usage
+from pagewire_transport.messages import Accepted, Done, Finished, PromptLogprobs, Timings, Tokens, Usage
 
 NO_READER: Final = -1
 NO_SLOT: Final = -1
+
+_ID_BYTES: Final = 4
+_LOGPROB_BYTES: Final = 200
+"""Of one token's, the objects around it counted in."""
+_STREAM_BYTES: Final = 4096
 
 Entries = slice | npt.NDArray[np.intp]
 
@@ -42,7 +48,9 @@ class Choice:
     Attributes:
         slot: of its row in the table; NO_SLOT once it was reported as ended, since slots are reused from then on.
         sent: its cursor, from then on; before, the cursor is in the table.
-        kept: log-probabilities of the tokens behind the cursor.
+        kept: log-probabilities of its tokens, from index `kept_from` on.
+        has_ended: that was reported, and its slot may be another's.
+        is_told: its reader was told its end.
     """
 
     stream: Stream
@@ -50,21 +58,61 @@ class Choice:
     sequence: Sequence
     slot: int
     sent: int = 0
-    kept: deque[KeptLogprob] = field(default_factory=deque)
+    kept: list[KeptLogprob] = field(default_factory=list)
+    kept_from: int = 0
+    has_ended: bool = False
+    is_told: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One request of one reader. It is over when all choices were told."""
+    """One request of one reader, or of none for now. It is over when all choices were told.
+
+    Attributes:
+        resume_key: by which another connection may take it; "" if none may.
+        memo: for who recalls it.
+        is_prompt_told: its reader has the prompt's log-probabilities.
+        told_over: the connection over which its end was sent.
+    """
 
     number: int
-    reader: Reader
+    reader: Reader | None
     request: Request
     choices: list[Choice] = field(default_factory=list)
-    num_told: int = 0
+    resume_key: str = ""
+    memo: bytes = b""
     error: PagewireError | None = None
     """Of the first choice that failed; it ends the stream, and the other choices."""
     prompt_logprobs: PromptLogprobStore | None = None
+    is_prompt_told: bool = False
+    told_over: Connection | None = None
+
+    @property
+    def num_told(self) -> int:
+        """Choices whose end was told."""
+        return sum(choice.is_told for choice in self.choices)
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """About what keeping it takes, once all its tokens are there."""
+        request, params = self.request, self.request.params
+        outputs = sum(c.sequence.num_output if c.has_ended else request.max_tokens for c in self.choices)
+        each = _ID_BYTES + (0 if params.logprobs is None else _LOGPROB_BYTES + 2 * _ID_BYTES * params.logprobs)
+        prompt = _ID_BYTES * int(request.prompt_ids.size)
+        if params.prompt_logprobs is not None:
+            prompt += prompt * (1 + 2 * params.prompt_logprobs)
+        return _STREAM_BYTES + prompt + each * outputs + len(self.memo)
+
+    def accepted(self) -> Accepted:
+        """The answer to `generate`, and to `resume`."""
+        return Accepted(
+            stream=self.number,
+            request_id=self.request.request_id,
+            seed=self.request.seed,
+            num_prompt_tokens=int(self.request.prompt_ids.size),
+            max_tokens=self.request.max_tokens,
+            resume_key=self.resume_key,
+        )
 
     def finished(self, choice: Choice) -> Finished:
         """The end of one choice."""
@@ -227,12 +275,21 @@ class StreamTable:
         """Take the row `choice.slot`, whose last owner has ended."""
         slot = choice.slot
         self._reach(slot)
-        self.reader[slot] = choice.stream.reader.index
+        reader = choice.stream.reader
+        self.reader[slot] = reader.index if reader is not None else NO_READER
         self.stream[slot] = choice.stream.number
         self.choice[slot] = choice.index
-        self.sent[slot] = 0
+        self.sent[slot] = choice.sent
         self.choices[slot] = choice
         self.version += 1
+
+    def move(self, choice: Choice) -> None:
+        """Its stream has another reader, or none."""
+        if choice.slot != NO_SLOT:
+            reader = choice.stream.reader
+            self.reader[choice.slot] = reader.index if reader is not None else NO_READER
+            self.stream[choice.slot] = choice.stream.number
+            self.version += 1
 
     def remove(self, choice: Choice) -> None:
         """Leave the row; the cursor moves into the object. Idempotent."""

@@ -34,6 +34,7 @@ class Request:
         prompt_ids: int32 [P], P ≥ 1.
         params: `max_tokens` and `seed` are resolved (not None).
         arrival_ns: by the engine's clock.
+        output_ids: of each of `n` sequences, what another engine generated before; () for a request that is new.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Request:
     arrival_ns: int
     priority: int = 0
     namespace: Namespace = field(default_factory=Namespace)
+    output_ids: tuple[TokenArray, ...] = ()
 
     @property
     def max_tokens(self) -> int:

@@ -94,7 +94,7 @@ class Admission:
         self._batch.num_scheduled[row] = self._batch.num_computed[row] = hit
         draft.set_blocks(row, 0, blocks)
         if sequence.state is SequenceState.WAITING:
-            sequence.num_cached = hit
+            sequence.num_cached = min(hit, sequence.num_prompt)
             self.num_hit_tokens += hit
             self.num_prompt_tokens += sequence.num_prompt
         else:

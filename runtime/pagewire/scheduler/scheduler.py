@@ -106,17 +106,34 @@ class Scheduler:
             for choice in range(n)
         ]
         self._next_order += n
+        self._live.update((s.order, s) for s in sequences)
+        if any(ids.size for ids in request.output_ids):
+            self._replay(sequences, now_ns)
+            return sequences
         leader, followers = sequences[0], sequences[1:]
         for follower in followers:
             follower.leader = leader
         leader.followers = followers
-        self._live.update((s.order, s) for s in sequences)
         if request.max_tokens == 0 and request.params.prompt_logprobs is None:
             for sequence in sequences:
                 self._end(sequence, "length", now_ns)
         else:
             self.waiting.push(leader)
         return sequences
+
+    def _replay(self, sequences: list[Sequence], now_ns: int) -> None:
+        """Go on where another engine was: as after a preemption, each for itself. Those that were complete end."""
+        for sequence, output in zip(sequences, sequences[0].request.output_ids, strict=True):
+            params = sequence.request.params
+            stops = params.stop_token_ids if params.ignore_eos else (*self.eos_ids, *params.stop_token_ids)
+            sequence.output = output
+            last = int(output[-1]) if output.size else None
+            if last is not None and last in stops:
+                self._end(sequence, "stop", now_ns, stop=last)
+            elif output.size >= sequence.request.max_tokens:
+                self._end(sequence, "length", now_ns)
+            else:
+                self.waiting.push(sequence)
 
     def _check_fits(self, request: Request) -> None:
         total = request.prompt_ids.size + request.max_tokens

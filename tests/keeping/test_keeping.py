@@ -1,0 +1,59 @@
+"""The keeper against a plain model."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.keeping import Keeper, is_same_key
+
+GRACE_MS = 10
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 5), st.integers(0, 50)),
+        st.tuples(st.just("take"), st.integers(0, 5), st.just(0)),
+        st.tuples(st.just("wait"), st.integers(0, 12), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(OPERATIONS)
+def test_kept_are_the_newest_that_fit_and_are_not_over(operations):
+    given_up: list[tuple[int, int]] = []
+    keeper = Keeper(grace_ms=GRACE_MS, max_num=3, max_bytes=100, give_up=given_up.append)
+    model: dict[str, tuple[tuple[int, int], int, int]] = {}
+    now, put, taken = 0, [], []
+    for step, (what, number, size) in enumerate(operations):
+        name = str(number)
+        if what == "put" and name not in model:
+            item = (number, step)
+            put.append(item)
+            keeper.put(name, item, size, now)
+            model[name] = (item, size, now + GRACE_MS * 1_000_000)
+            while len(model) > 3 or sum(entry[1] for entry in model.values()) > 100:
+                del model[next(iter(model))]
+        elif what == "take":
+            entry = model.pop(name, None)
+            got = keeper.take(name)
+            assert got == (entry[0] if entry else None)
+            if got is not None:
+                taken.append(got)
+        elif what == "wait":
+            now += number * 1_000_000
+            keeper.expire(now)
+            model = {name: entry for name, entry in model.items() if entry[2] > now}
+        keeper.check_invariants()
+        assert list(keeper) == [entry[0] for entry in model.values()]
+        assert all((str(n) in keeper) == (str(n) in model) for n in range(6))
+    keeper.clear()
+    assert len(keeper) == keeper.num_bytes == 0
+    assert sorted(given_up + taken) == sorted(put)  # each once
+
+
+def test_keys():
+    assert is_same_key("ab", "ab")
+    assert not is_same_key("ab", "ac")
+    assert not is_same_key("ab", "")
+    assert not is_same_key("", "")
+    assert not is_same_key("ab", "ä")
