@@ -1,0 +1,1 @@
+"""The scheduler on a virtual clock with a modelled card: capacity, traces and policies without a GPU. Pure."""
