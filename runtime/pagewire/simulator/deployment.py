@@ -11,7 +11,7 @@ from pagewire.config import SchedulerConfig
 from pagewire.errors import ConfigError
 from pagewire.scheduler.scheduler import Scheduler
 from pagewire.simulator.card import H200, CardRates, ModelledCard, ModelShape, Precision, ReceivingCard
-from pagewire.simulator.figures import Figures, Summary, summarise
+from pagewire.simulator.figures import Counting, Figures, Summary, summarise
 from pagewire.simulator.simulation import Host, Simulation, run_together
 from pagewire.simulator.traces import Arrival, Workload
 
@@ -72,7 +72,9 @@ class Deployment:
         if self.allocation == "contiguous":
             block_size, prefix_cache = 1 << (self.max_len - 1).bit_length(), False
             if tokens < block_size:
-                raise ConfigError(f"{tokens} tokens of KV memory hold no sequence of {block_size}", field="max_model_len")
+                raise ConfigError(
+                    f"{tokens} tokens of KV memory hold no sequence of {block_size}", field="max_model_len"
+                )
         return Scheduler(
             num_blocks=tokens // block_size + 1,
             block_size=block_size,
@@ -138,8 +140,7 @@ def simulate(
     *,
     window_ns: int,
     until_ns: int = 2**62,
-    count_from_ns: int = 0,
-    count_until_ns: int = 2**62,
+    counting: Counting | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Run:
     """Run `workload` on a fresh `deployment`.
@@ -147,21 +148,21 @@ def simulate(
     Raises:
         ConfigError: the deployment cannot exist.
     """
-    counted = {"count_from_ns": count_from_ns, "count_until_ns": count_until_ns}
+    counting = counting if counting is not None else Counting()
     card = deployment.card(prefills=False)
     scheduler = deployment.make_scheduler(card)
     overlap = deployment.scheduler.overlap
     if deployment.prefill_gpus == 0:
-        figures = Figures(window_ns, **counted)
+        figures = Figures(window_ns, counting=counting)
         simulation = Simulation(scheduler, card, workload, figures, host=deployment.host, overlap=overlap)
         simulation.run(until_ns, on_progress)
-        return Run(figures, scheduler, summarise(figures, scheduler, _seconds(simulation, counted), simulation.digest))
-    return _disaggregated(deployment, workload, card, scheduler, window_ns, until_ns, counted, on_progress)
+        return Run(figures, scheduler, summarise(figures, scheduler, _seconds(simulation, counting), simulation.digest))
+    return _disaggregated(deployment, workload, card, scheduler, window_ns, until_ns, counting, on_progress)
 
 
-def _seconds(simulation: Simulation, counted: dict[str, int]) -> float:
+def _seconds(simulation: Simulation, counting: Counting) -> float:
     """Length of the time in which tokens counted."""
-    return max(1, min(simulation.now_ns, counted["count_until_ns"]) - counted["count_from_ns"]) / 1e9
+    return max(1, min(simulation.now_ns, counting.until_ns) - counting.from_ns) / 1e9
 
 
 def _disaggregated(
@@ -171,7 +172,7 @@ def _disaggregated(
     scheduler: Scheduler,
     window_ns: int,
     until_ns: int,
-    counted: dict[str, int],
+    counting: Counting,
     on_progress: Callable[[int], None] | None,
 ) -> Run:
     prefill_card = deployment.card(prefills=True)
@@ -187,16 +188,14 @@ def _disaggregated(
         rest = Arrival(at_ns, whole.number, whole.num_prompt + 1, whole.num_output - 1)
         handover.push(rest, at_ns + card.transfer_ns(whole.num_prompt))
 
-    first = Figures(window_ns, **counted)
-    rest = Figures(window_ns, continues=True, **counted)
+    first = Figures(window_ns, counting=counting)
+    rest = Figures(window_ns, continues=True, counting=counting)
     prefill = Simulation(
         deployment.make_scheduler(prefill_card), prefill_card, prompts, first,
         host=deployment.host, overlap=deployment.scheduler.overlap, on_ended=computed,
     )  # fmt: skip
-    decode = Simulation(
-        scheduler, card, handover, rest, host=deployment.host, overlap=deployment.scheduler.overlap
-    )
+    decode = Simulation(scheduler, card, handover, rest, host=deployment.host, overlap=deployment.scheduler.overlap)
     run_together((prefill, decode), until_ns, on_progress)
-    seconds, digest = _seconds(decode, counted), prefill.digest + decode.digest
+    seconds, digest = _seconds(decode, counting), prefill.digest + decode.digest
     summary = summarise(rest, scheduler, seconds, digest, first=first, hits=prefill.scheduler.admission)
     return Run(rest, scheduler, summary, first)

@@ -26,6 +26,7 @@ class Served:
     """What became of a request. Times are of the virtual clock; -1: never."""
 
     arrival: Arrival
+    admitted_ns: int = -1
     first_ns: int = -1
     ended_ns: int = -1
     is_good: bool = False
@@ -77,6 +78,18 @@ class Growing:
         return self._data[start : self.size]
 
 
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """The time that figures are of: latencies of requests that arrive in it, tokens that come in it."""
+
+    from_ns: int = 0
+    until_ns: int = 2**62
+
+    def has(self, at_ns: int) -> bool:
+        """Whether it is then."""
+        return self.from_ns <= at_ns < self.until_ns
+
+
 @dataclass(slots=True)
 class _Mark:
     """Counters when the present window began."""
@@ -99,7 +112,7 @@ class Figures:
     Args:
         window_ns: how long a window is.
         ttft_ns, itl_ns: a request is good that has its first token, and 99 of 100 gaps, within these.
-        count_from_ns, count_until_ns: latencies count of requests that arrive in between, tokens that come in between.
+        counting: which of it counts; default: all.
         continues: what arrives had its first token elsewhere: until the next it is a gap.
     """
 
@@ -109,8 +122,7 @@ class Figures:
         *,
         ttft_ns: int = TTFT_TARGET_NS,
         itl_ns: int = ITL_TARGET_NS,
-        count_from_ns: int = 0,
-        count_until_ns: int = 2**62,
+        counting: Counting | None = None,
         continues: bool = False,
     ) -> None:
         self.window_ns = window_ns
@@ -127,7 +139,7 @@ class Figures:
         self.longest_wait_ns = 0
         self.longest_step_ns = 0
         self._targets = ttft_ns, itl_ns
-        self._counting = count_from_ns, count_until_ns
+        self._counting = counting if counting is not None else Counting()
         self._continues = continues
         self._next_window_ns = window_ns
         self._mark = _Mark()
@@ -147,7 +159,7 @@ class Figures:
             self._late = np.concatenate((self._late, grown.astype(np.int32)))
             self._counts = np.concatenate((self._counts, grown.astype(np.bool_)))
         self._late[slot] = 0
-        self._counts[slot] = self._counting[0] <= arrival.at_ns < self._counting[1]
+        self._counts[slot] = self._counting.has(arrival.at_ns)
         self._by_slot[slot] = served = Served(arrival)
         self.served.append(served)
 
@@ -161,7 +173,7 @@ class Figures:
         slots = outcome.slots
         if slots.size == 0:
             return
-        if self._counting[0] <= at_ns < self._counting[1]:
+        if self._counting.has(at_ns):
             self.num_tokens += slots.size
         gaps = at_ns - self._last.take(slots)
         self._last[slots] = at_ns
@@ -190,6 +202,8 @@ class Figures:
         """A request ended, after its last token."""
         served = self._by_slot.pop(sequence.slot)
         served.ended_ns = at_ns
+        if sequence.first_scheduled_ns is not None:
+            served.admitted_ns = sequence.first_scheduled_ns
         served.num_late = int(self._late[sequence.slot])
         gaps = max(0, sequence.num_output - 1 + self._continues)
         in_time = self._continues or 0 <= served.first_ns < served.arrival.at_ns + self._targets[0]
@@ -316,7 +330,11 @@ def summarise(
 
     Args:
         figures: of the cards that decode.
-        first: of those that prefill, where they are others; `hits`: of their prefix cache.
+        scheduler: theirs.
+        seconds: that are counted.
+        digest: of the decisions.
+        first: of the cards that prefill, where they are others.
+        hits: of their prefix cache.
     """
     gaps, windows = figures.gaps.values(), figures.windows
     begun = figures if first is None else first

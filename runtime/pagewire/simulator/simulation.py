@@ -1,10 +1,9 @@
 """The engine loop on a virtual clock: the very scheduler, pool, tree and `Pipeline`; only card and clients are modelled.
 
-    arrivals ──▶ Scheduler.submit ─┐
-                                   ▼
-    step seen ──▶ Pipeline.apply ──▶ while can_plan: Pipeline.plan ──▶ modelled card: begins when the one before ends
-        ▲                                                                   │
-        └──────────────── the clock jumps to whatever comes next ◀──────────┘
+1. arrivals whose time has come are submitted;
+2. the oldest step is applied, if the loop has seen its end;
+3. while `Pipeline.can_plan`, steps are planned; the modelled card begins each when the one before ends;
+4. the clock jumps to whatever comes next.
 """
 
 from __future__ import annotations
@@ -179,7 +178,9 @@ class Simulation:
         if n > self._zeros.size:
             self._zeros = np.zeros(2 * n, np.uint8)
         entries = plan.sample_entries
-        reach = plan.starts if n == plan.num_decode == plan.rows.size else plan.starts[entries] + plan.num_tokens[entries]
+        reach = (
+            plan.starts if n == plan.num_decode == plan.rows.size else plan.starts[entries] + plan.num_tokens[entries]
+        )
         return StepResult(plan.step, ones(n), reach | np.int32(_OUTPUT), self._zeros[:n])
 
 

@@ -81,6 +81,9 @@ class Trace:
     def __len__(self) -> int:
         return len(self._arrivals)
 
+    def __iter__(self) -> Iterator[Arrival]:
+        return iter(self._arrivals)
+
     @property
     def end_ns(self) -> int:
         """When the last one comes."""
@@ -140,7 +143,8 @@ def chat_lengths(rng: np.random.Generator) -> Iterator[tuple[int, int]]:
 
 def poisson(lengths: Iterator[tuple[int, int]], rate: float, seconds: float, rng: np.random.Generator) -> Trace:
     """`rate` requests a second for `seconds`."""
-    arrivals, at = [], 0.0
+    arrivals: list[Arrival] = []
+    at = 0.0
     while (at := at + float(rng.exponential(1 / rate))) < seconds:
         num_prompt, num_output = next(lengths)
         arrivals.append(Arrival(int(at * 1e9), len(arrivals), num_prompt, num_output))
@@ -164,6 +168,7 @@ def read_trace(path: Path, *, speed: float = 1.0, max_requests: int = 0) -> Trac
     """A trace file: `.csv` as of Azure (TIMESTAMP, ContextTokens, GeneratedTokens), else Mooncake's JSON lines.
 
     Args:
+        path: where it lies.
         speed: 2: everything arrives in half the time.
         max_requests: only the first so many; 0: all.
 
@@ -192,9 +197,7 @@ def read_trace(path: Path, *, speed: float = 1.0, max_requests: int = 0) -> Trac
         if not arrivals:
             first_ns = arrival.at_ns
         at_ns = int((arrival.at_ns - first_ns) / speed)
-        arrivals.append(
-            Arrival(max(0, at_ns), number, arrival.num_prompt, arrival.num_output, arrival.prefix_ids)
-        )
+        arrivals.append(Arrival(max(0, at_ns), number, arrival.num_prompt, arrival.num_output, arrival.prefix_ids))
     if not arrivals:
         raise ConfigError(f"{path} holds no request", field="trace")
     return Trace(arrivals)
