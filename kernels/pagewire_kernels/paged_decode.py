@@ -304,7 +304,6 @@ def _paged_decode_kernel(
 ):
     if DEPENDENT:
         gdc_launch_dependents()
-        gdc_wait()
     NARROW: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
     pid = tl.program_id(0)
     m = tl.arange(0, BLOCK_M)
@@ -314,6 +313,8 @@ def _paged_decode_kernel(
     share = tl.load(shares_ptr + 1)
     num_empty = tl.load(shares_ptr + 2)
     row = tl.load(first_rows_ptr + pid)
+    if DEPENDENT:  # the plan was complete before the step's first launch that is no dependent
+        gdc_wait()
     tile = pid * share
     end = tl.minimum(tile + share, total)
     while tile < end:

@@ -77,11 +77,12 @@ def _rms_norm_kernel(
 ):
     if DEPENDENT:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < N
     weight = tl.load(weight_ptr + i, mask=mask, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
     x = tl.load(x_ptr + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + row * N + i, mask=mask, other=0.0).to(tl.float32)

@@ -89,7 +89,7 @@ def config(folder, **options):
 def on_card(decoder: Decoder, dtype: torch.dtype = torch.float32) -> Decoder:
     """The same weights, on the card."""
     source = decoder.weights
-    move = lambda tensor: tensor.to("cuda", dtype)  # noqa: E731
+    move = lambda tensor: None if tensor is None else tensor.to("cuda", dtype)  # noqa: E731
     layers = [
         dataclasses.replace(layer, **{f.name: move(getattr(layer, f.name)) for f in dataclasses.fields(layer)})
         for layer in source.layers

@@ -20,9 +20,6 @@ from pagewire_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_pref
 from pagewire_kernels.rms_norm import rms_norm
 from pagewire_kernels.vector_linear import vector_linear
 
-OWN_PRODUCTS: Final = False
-"""Products of few tokens by `pagewire_kernels.linear_hopper`, and kernels launched while those before them end. Each was
-measured and checked alone on a card (perf/README.md), not yet through a whole engine there: until then cuBLAS."""
 _LEAST_PREFILL: Final = 256
 _FEW_CHUNKS: Final = 64
 _WORD_OF: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -155,7 +152,7 @@ class TritonOps:
         self._prefill_plan = self._prefill_plans[0]
         self._pools = BlockPools([pool.view(_WORD_OF[pool.itemsize]) for pool in (*memory.keys, *memory.values)])
         self._scratch = sampling.SampleScratch(max_rows, config.vocab_size, device)
-        self._linear_scratch = scratch_for(device) if OWN_PRODUCTS else None
+        self._linear_scratch = scratch_for(device)
         self._dependent = self._linear_scratch is not None
 
     def set_blocks(self, deltas: Tensor, num_deltas: Tensor) -> None:
@@ -210,7 +207,15 @@ class TritonOps:
         out = x.new_empty(1, weight.shape[0] // (2 if gated else 1))
         residual_out = None if residual is None else torch.empty_like(residual)
         vector_linear(
-            out, x, weight, norm=norm, eps=self._eps, residual=residual, residual_out=residual_out, gated=gated
+            out,
+            x,
+            weight,
+            norm=norm,
+            eps=self._eps,
+            residual=residual,
+            residual_out=residual_out,
+            gated=gated,
+            dependent=self._dependent,
         )
         return out, residual_out
 
