@@ -117,6 +117,12 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     """Doors and limits."""
 
     bind: Annotated[str, msgspec.Meta(description="where clients connect; default: ipc in a private directory")] = ""
+    curve_key_file: Annotated[
+        str, msgspec.Meta(description="file made by `pagewire keys curve new`: ZeroMQ is encrypted, and asks for keys")
+    ] = ""
+    curve_allow_file: Annotated[
+        str, msgspec.Meta(description="file made by `pagewire keys curve allow`: whose keys are let in over ZeroMQ")
+    ] = ""
     max_connections: Annotated[int, msgspec.Meta(ge=1, description="connections at most")] = 1024
     max_streams_per_connection: Annotated[int, msgspec.Meta(ge=1, description="open streams of one connection")] = 4096
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1024, description="largest message taken")] = 16 * 2**20

@@ -153,15 +153,14 @@ def add(path: str | os.PathLike[str], name: str, *, now: datetime) -> str:
         ConfigError: a bad name, one that is taken, or a file that cannot be read or written.
     """
     path = Path(path).expanduser()
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name for a key: up to 64 letters, digits and . _ @ -")
+    check_name(name)
     key = PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
     made = Key(name=name, sha256=hashlib.sha256(key.encode()).hexdigest(), created=now.strftime("%Y-%m-%dT%H:%M:%SZ"))
-    with _locked(path):
+    with locked(path):
         keys = list(load(path)) if path.exists() else []
         if any(other.name == name for other in keys):
             raise ConfigError(f"there is a key {name!r} in {path}; revoke it first, or take another name")
-        _write(path, [*keys, made])
+        write_lines(path, [*keys, made])
     return key
 
 
@@ -172,13 +171,19 @@ def revoke(path: str | os.PathLike[str], name: str) -> None:
         ConfigError: there is no such key, or the file cannot be read or written.
     """
     path = Path(path).expanduser()
-    with _locked(path):
+    with locked(path):
         keys = list(load(path))
         rest = [key for key in keys if key.name != name]
         if len(rest) == len(keys):
             names = ", ".join(key.name for key in keys) or "none"
             raise ConfigError(f"there is no key {name!r} in {path}; there are: {names}")
-        _write(path, rest)
+        write_lines(path, rest)
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError: no name for a key."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is no name for a key: up to 64 letters, digits and . _ @ -")
 
 
 def _key(line: bytes, where: str) -> Key:
@@ -194,7 +199,7 @@ def _key(line: bytes, where: str) -> Key:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Nobody else changes the file meanwhile. The folder is locked: the file itself is replaced."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -208,8 +213,13 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _write(path: Path, keys: Iterable[Key]) -> None:
-    data = b"".join(msgspec.json.encode(key) + b"\n" for key in keys)
+def write_lines(path: Path, values: Iterable[msgspec.Struct]) -> None:
+    """Replace a file as a whole: a JSON object a line, mode 0600.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    data = b"".join(msgspec.json.encode(value) + b"\n" for value in values)
     draft = ""
     try:
         descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # mode 0600

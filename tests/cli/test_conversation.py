@@ -172,3 +172,27 @@ async def test_keys_are_made_listed_and_revoked(tmp_path):
     assert out.strip() not in listed
     code, _, _ = await pagewire("keys", "revoke", "laptop", temporary=tmp_path)
     assert (code, len(load(path))) == (0, 0)
+
+
+async def test_curve_keys_are_made_allowed_listed_and_revoked(tmp_path):
+    from pagewire_transport.curve import load_allowed, load_key_pair
+
+    code, public, err = await pagewire("keys", "curve", "new", "alice", temporary=tmp_path)
+    path = tmp_path / ".config/pagewire/curve-alice.key"
+    assert (code, public.strip()) == (0, load_key_pair(path).public)
+    assert str(path) in err
+    code, _, _ = await pagewire("keys", "curve", "allow", "alice", public.strip(), temporary=tmp_path)
+    allowed = tmp_path / ".config/pagewire/curve-allowed.jsonl"
+    assert (code, list(load_allowed(allowed))) == (0, [public.strip()])
+    code, listed, _ = await pagewire("keys", "curve", "list", temporary=tmp_path)
+    assert (code, listed.split()[0], public.strip() in listed) == (0, "alice", True)
+    code, _, _ = await pagewire("keys", "curve", "revoke", "alice", temporary=tmp_path)
+    assert (code, load_allowed(allowed)) == (0, {})
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["new"], ["allow", "x"], ["allow", "x", "y"], ["list", "x"], ["revoke", "x"], ["burn"]]
+)
+async def test_curve_says_what_is_wrong(tmp_path, words):
+    code, out, err = await pagewire("keys", "curve", *words, "--file", str(tmp_path / "keys"), temporary=tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)

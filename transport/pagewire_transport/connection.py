@@ -28,9 +28,9 @@ class Connection:
     it is gone; whoever streams through the connection makes nothing new meanwhile.
     """
 
-    __slots__ = ("_door", "_unsent", "client", "heard_ns", "is_open", "offences", "peer")
+    __slots__ = ("_door", "_unsent", "client", "heard_ns", "is_open", "offences", "peer", "user")
 
-    def __init__(self, door: Sender, peer: bytes, client: str, heard_ns: int) -> None:
+    def __init__(self, door: Sender, peer: bytes, client: str, heard_ns: int, user: str = "") -> None:
         self._door = door
         self._unsent: deque[bytes] = deque()
         self.peer = peer
@@ -38,6 +38,8 @@ class Connection:
         self.heard_ns = heard_ns
         self.offences = 0
         self.is_open = True
+        self.user = user
+        """The public key that it connected with; "" where there are no keys."""
 
     @property
     def is_blocked(self) -> bool:

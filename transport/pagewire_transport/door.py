@@ -21,6 +21,7 @@ import msgspec
 
 from pagewire_transport.codec import decode_client, encode, stream_to_refuse
 from pagewire_transport.connection import Connection
+from pagewire_transport.curve import ServerCurve
 from pagewire_transport.errors import (
     Cancelled,
     ConnectionLost,
@@ -74,6 +75,7 @@ class Door:
         on_fault: told of exceptions of our own code: (what was being done, the exception).
         files: what `get_file` serves.
         admin: takes `drain` and `reload`; None: they are refused here.
+        curve: keys, and who may connect; without them only ipc and loopback are.
         now_ns: the clock for heartbeats.
 
     Raises:
@@ -89,6 +91,7 @@ class Door:
         on_fault: Callable[[str, Exception], None],
         files: Files | None = None,
         admin: Admin | None = None,
+        curve: ServerCurve | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._handler = handler
@@ -96,6 +99,7 @@ class Door:
         self._on_fault = on_fault
         self._files = files or Files()
         self._admin = admin
+        self._curve = curve
         self._now_ns = now_ns
         self._loop = asyncio.get_running_loop()
         self._connections: dict[bytes, Connection] = {}
@@ -104,7 +108,11 @@ class Door:
         self._ignored: dict[bytes, int] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._socket = ServerSocket(
-            url, on_frame=self._on_frame, on_change=self._on_change, max_message_bytes=limits.max_message_bytes
+            url,
+            on_frame=self._on_frame,
+            on_change=self._on_change,
+            max_message_bytes=limits.max_message_bytes,
+            curve=curve,
         )
         self.url = self._socket.url
         self._tick_ns = max(limits.heartbeat_timeout_ms * 1_000_000 // 4, 5_000_000)
@@ -127,6 +135,16 @@ class Door:
         self._connections.clear()
         self._blocked.clear()
         await self._socket.close()
+
+    def check_keys(self) -> None:
+        """Lose whose key was taken off the list. Done several times in `heartbeat_timeout_ms`, and when asked."""
+        if self._curve is not None:
+            for connection in list(self._connections.values()):
+                if not self._may_stay(connection.user):
+                    self._lose(connection, Unauthorized("its key was taken off the list"))
+
+    def _may_stay(self, user: str) -> bool:
+        return self._curve is None or self._curve.allowed.name_of(user) is not None
 
     # ---- to peers ----------------------------------------------------------------------------------------------------
 
@@ -268,6 +286,8 @@ class Door:
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
         try:
+            if not self._may_stay(self._socket.user):  # libzmq let it connect before it was taken off the list
+                raise Unauthorized("this key is not on the list any more")
             if PROTOCOL_VERSION not in hello.versions:
                 raise VersionMismatch(f"spoken here: version {PROTOCOL_VERSION}", field="versions")
             if len(self._connections) >= self._limits.max_connections:
@@ -284,7 +304,7 @@ class Door:
             self._answer_stranger(peer, refusal(error, None))
             return
         self._offences.pop(peer, None)
-        connection = Connection(self, peer, hello.client, self._now_ns())
+        connection = Connection(self, peer, hello.client, self._now_ns(), self._socket.user)
         self._connections[peer] = connection
         connection.send(welcome)
 
@@ -326,6 +346,7 @@ class Door:
         for connection in list(self._connections.values()):
             if now_ns - connection.heard_ns > timeout_ms * 1_000_000:
                 self._lose(connection, ConnectionLost(f"the client was silent for {timeout_ms} ms"))
+        self.check_keys()
         for peer in [peer for peer, until in self._ignored.items() if until <= now_ns]:
             del self._ignored[peer]
         self._on_change()

@@ -211,7 +211,8 @@ def bind(sock: zmq.Socket[Any], url: str, *, has_keys: bool = False, field: str 
     endpoint = parse(url, field=field)
     if not endpoint.is_private and not has_keys:
         raise ConfigError(
-            f"{endpoint.url} can be reached from other machines, and no keys are set: bind to ipc or to loopback",
+            f"{endpoint.url} can be reached from other machines, and no keys are set: bind to ipc or to loopback, or set "
+            "curve_key_file and curve_allow_file (`pagewire keys curve new`)",
             field=field,
         )
     if endpoint.scheme == "tcp":

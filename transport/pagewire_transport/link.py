@@ -18,8 +18,17 @@ from collections.abc import Callable
 from typing import Final
 
 from pagewire_transport.codec import MAX_REPLY_BYTES, decode_server, encode
+from pagewire_transport.curve import ClientCurve
 from pagewire_transport.door import HELLO_FIRST, refusal
-from pagewire_transport.errors import ConfigError, ConnectionLost, Overloaded, PagewireError, ProtocolError, from_code
+from pagewire_transport.errors import (
+    ConfigError,
+    ConnectionLost,
+    Overloaded,
+    PagewireError,
+    ProtocolError,
+    Unauthorized,
+    from_code,
+)
 from pagewire_transport.messages import Error, FromClient, FromServer, Goodbye, Hello, Ping, Pong, Welcome
 from pagewire_transport.sockets import ClientSocket
 
@@ -40,6 +49,7 @@ class Link:
         on_message: takes every message but `welcome` and `pong`; must not raise.
         on_lost: told why a connection broke: nothing more comes for what was asked over it. A new one is being made.
         on_welcome: told of every welcome: of the first connection, and of each that was made after one broke.
+        curve: keys, for a server that asks for them.
         now_ns: the clock for heartbeats.
 
     Raises:
@@ -55,6 +65,7 @@ class Link:
         on_lost: Callable[[PagewireError], None],
         on_welcome: Callable[[Welcome], None] = lambda welcome: None,  # noqa: ARG005
         max_reply_bytes: int = MAX_REPLY_BYTES,
+        curve: ClientCurve | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.url = url
@@ -72,6 +83,7 @@ class Link:
         self._on_lost = on_lost
         self._on_welcome = on_welcome
         self._max_reply_bytes = max_reply_bytes
+        self._curve = curve
         self._now_ns = now_ns
         self._loop = asyncio.get_running_loop()
         self._refusal: PagewireError | None = None
@@ -147,6 +159,8 @@ class Link:
             on_frame=self._on_frame,
             on_change=self._on_change,
             on_disconnect=self._on_disconnect,
+            on_denied=self._on_denied,
+            curve=self._curve,
             max_message_bytes=self._max_reply_bytes,
         )
         socket.try_send(self._hello)
@@ -165,6 +179,15 @@ class Link:
 
     def _on_disconnect(self) -> None:
         self._lost(ConnectionLost(f"the connection to {self.url} broke"))
+
+    def _on_denied(self, reason: str) -> None:
+        """The server does not let us connect; it is tried again with the next heartbeat."""
+        self._socket.abandon()
+        self._unsent.clear()
+        self._num_unsent_bytes = 0
+        denied = Unauthorized(f"the server at {self.url} lets us not in: {reason}")
+        self._refuse(denied)
+        self._on_lost(denied)  # what was sent behind the hello will never be answered
 
     def _on_change(self) -> None:
         while self._unsent and self._socket.try_send(self._unsent[0]):
@@ -210,17 +233,24 @@ class Link:
                 unknown = ConnectionLost(f"the server at {self.url} did not know this connection yet")
                 self._on_message(refusal(self._refusal or unknown, message.stream))
             return
-        self._refusal = from_code(
-            message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms
+        self._refuse(
+            from_code(message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms)
         )
+
+    def _refuse(self, refusal: PagewireError) -> None:
+        """We are not let in; whoever waits for that is told."""
+        self._refusal = refusal
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_exception(self._refusal)
+                waiter.set_exception(refusal)
 
     def _tick(self) -> None:
         """Say that we live; find out whether the server does."""
         self._ticker = self._loop.call_later(self._heartbeat_ms * 1e-3, self._tick)
+        if not self._socket.is_open:  # denied: try again
+            self._socket = self._connect()
+            return
         if self._is_silent():
             self._socket.receive_now()  # this loop may have been held up, and the server's words wait in the socket
             if self._is_silent():

@@ -19,7 +19,9 @@ from typing import Final
 
 import zmq
 from zmq.backend import Socket as Backend
+from zmq.utils.monitor import parse_monitor_message
 
+from pagewire_transport.curve import USER, ClientCurve, ServerCurve, ZapHandler
 from pagewire_transport.endpoints import Binding, bind, parse
 from pagewire_transport.errors import ConfigError, ConnectionLost
 
@@ -41,6 +43,17 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)
 _SNDMORE: Final = int(zmq.SNDMORE)
 _RCVMORE: Final = int(zmq.RCVMORE)
 _EVENTS: Final = int(zmq.EVENTS)
+
+_WATCHED: Final = int(
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_ZAP_REFUSED: Final = 400
+_FAILURES: Final = 5
+"""Handshakes that fail without a reason in a row, after which it is taken for a refusal."""
 
 
 class PeerGone(ConnectionLost):
@@ -150,7 +163,7 @@ class ServerSocket(_LoopSocket):
         url: see `endpoints`; the real one is in the attribute.
         on_frame: takes (peer, frame); must not raise. A message of more than one part is passed on as an empty frame.
         on_change: called after activity: a peer for which `try_send` was False may take a frame again.
-        has_keys: CURVE keys are set; else public addresses are refused.
+        curve: keys, and who may connect; without them public addresses are refused.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -165,18 +178,26 @@ class ServerSocket(_LoopSocket):
         max_message_bytes: int,
         send_hwm: int = SEND_HWM,
         receive_hwm: int = RECEIVE_HWM,
-        has_keys: bool = False,
+        curve: ServerCurve | None = None,
     ) -> None:
         super().__init__(zmq.ROUTER, max_message_bytes, send_hwm, receive_hwm)
+        self.user = ""
+        """With keys: the public key by whose connection the frame came that `on_frame` is told of."""
+        self._zap: ZapHandler | None = None
         self._on_frame = on_frame
         self._on_change = on_change
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that restarts under an identity of its own choice takes it over; its `hello` starts it anew (F12).
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
-            self._binding: Binding = bind(self._socket, url, has_keys=has_keys)
+            if curve is not None:
+                self._zap = ZapHandler(self._context, curve.allowed.name_of)
+                curve.set_options(self._socket)
+            self._binding: Binding = bind(self._socket, url, has_keys=curve is not None)
         except ConfigError:
             self._is_open = False
+            if self._zap is not None:
+                self._zap.close()
             self._socket.close(linger=0)
             self._context.term()
             raise
@@ -204,7 +225,11 @@ class ServerSocket(_LoopSocket):
 
     def _take(self) -> None:
         peer = self._receive(_NOBLOCK)
-        frame = self._receive(_NOBLOCK) if self._get(_RCVMORE) else b""
+        if self._zap is not None and self._get(_RCVMORE):
+            message = self._socket.recv(zmq.NOBLOCK, copy=False)
+            self.user, frame = str(message.get(USER)), message.bytes
+        else:
+            frame = self._receive(_NOBLOCK) if self._get(_RCVMORE) else b""
         while self._get(_RCVMORE):
             frame = b""
             self._receive(_NOBLOCK)
@@ -218,6 +243,11 @@ class ServerSocket(_LoopSocket):
         super().abandon()
         self._ended()
 
+    def _close_socket(self, linger_ms: int) -> None:
+        if self._zap is not None:
+            self._zap.close()
+        super()._close_socket(linger_ms)
+
     def _ended(self) -> None:
         self._binding.release()
 
@@ -230,6 +260,8 @@ class ClientSocket(_LoopSocket):
         on_change: called after activity: `try_send` may succeed again.
         on_disconnect: the connection that was there broke. All that arrived before has been handed to `on_frame`.
             libzmq would connect again by itself, but to the server that is a new peer: make a new socket.
+        on_denied: told why the server does not let us connect: keys that are missing, wrong, or not on its list.
+        curve: the keys, for a server that asks for them.
 
     Raises:
         ConfigError: the URL is no endpoint.
@@ -242,6 +274,8 @@ class ClientSocket(_LoopSocket):
         on_frame: Callable[[bytes], None],
         on_change: Callable[[], None],
         on_disconnect: Callable[[], None],
+        on_denied: Callable[[str], None] = lambda reason: None,  # noqa: ARG005
+        curve: ClientCurve | None = None,
         max_message_bytes: int,
         send_hwm: int = 1024,
         receive_hwm: int = RECEIVE_HWM,
@@ -251,9 +285,15 @@ class ClientSocket(_LoopSocket):
         self._on_frame = on_frame
         self._on_change = on_change
         self._on_disconnect = on_disconnect
+        self._on_denied = on_denied
+        self._is_connected = False
+        self._num_failed = 0
+        self._has_keys = curve is not None
+        if curve is not None:
+            curve.set_options(self._socket)
         self._socket.setsockopt(zmq.IPV6, int(endpoint.is_ipv6))
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._monitor = self._socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
+        self._monitor = self._socket.get_monitor_socket(_WATCHED)
         self._loop.add_reader(self._monitor.fileno(), self._look_at_monitor)
         self._loop.call_soon(self._look_at_monitor)  # its descriptor stays silent until it was found empty once
         self._socket.connect(endpoint.url)
@@ -289,13 +329,34 @@ class ClientSocket(_LoopSocket):
         is_broken = False
         with contextlib.suppress(zmq.Again):
             while self._is_open:
-                self._monitor.recv_multipart(_NOBLOCK)
-                is_broken = True
+                event = parse_monitor_message(self._monitor.recv_multipart(_NOBLOCK))
+                is_broken = self._note(int(event["event"]), int(event["value"])) or is_broken
         if is_broken and self._is_open:
             while self._is_open and self.receive_now() == BATCH:
                 pass
             if self._is_open:
                 self._on_disconnect()
+
+    def _note(self, event: int, value: int) -> bool:
+        """What libzmq says of the connection; whether one that was there broke."""
+        if event == int(zmq.EVENT_HANDSHAKE_SUCCEEDED):
+            self._is_connected, self._num_failed = True, 0
+        elif event == int(zmq.EVENT_DISCONNECTED):
+            was_connected, self._is_connected = self._is_connected, False
+            return was_connected
+        else:
+            # Without a detail it may be a server that is just starting or ending: libzmq tries again by itself.
+            self._num_failed += 1
+            if event != int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL) or self._num_failed >= _FAILURES:
+                self._on_denied(self._why_denied(event, value))
+        return False
+
+    def _why_denied(self, event: int, value: int) -> str:
+        if event == int(zmq.EVENT_HANDSHAKE_FAILED_AUTH):
+            return "our key is not on the server's list" if value == _ZAP_REFUSED else "the server refuses our key"
+        if not self._has_keys:
+            return "the server asks for keys (server_key and key_file)"
+        return "the server's key is another one, or it has none"
 
     def _close_socket(self, linger_ms: int) -> None:
         self._loop.remove_reader(self._monitor.fileno())

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from os import PathLike
 from typing import Any, Final
 
 from pagewire_client.arguments import chat_source, prompt_size, prompt_source, sampling_params
@@ -16,8 +17,10 @@ from pagewire_client.columns import runs, token_logprobs
 from pagewire_client.state import StreamState
 from pagewire_client.stream import Stream
 from pagewire_transport.codec import convert
+from pagewire_transport.curve import ClientCurve
 from pagewire_transport.endpoints import is_refused
 from pagewire_transport.errors import (
+    ConfigError,
     ConnectionLost,
     InvalidRequest,
     PagewireError,
@@ -55,7 +58,12 @@ _OVERHEAD_BYTES: Final = 1024
 
 @asynccontextmanager
 async def connect(
-    url: str | None = None, *, timeout_s: float | None = None, name: str = "pagewire-python"
+    url: str | None = None,
+    *,
+    timeout_s: float | None = None,
+    name: str = "pagewire-python",
+    server_key: str | None = None,
+    key_file: str | PathLike[str] | None = None,
 ) -> AsyncIterator[Client]:
     """Connect, and say goodbye at the end of the `async with` block.
 
@@ -64,22 +72,35 @@ async def connect(
         timeout_s: how long to wait for the server's welcome, also for a server at `url` that comes later. None: 10 s for
             one that is there, no time for one whose ipc socket is missing or dead.
         name: free text for the server's logs.
+        server_key: the public key of a server that asks for keys; needs `key_file`.
+        key_file: our own keys, made by `pagewire keys curve new`.
 
     Raises:
         ConnectionLost: nobody answers there in time.
-        ConfigError: the URL is no endpoint.
+        Unauthorized: the server asks for keys, or our key is not on its list.
+        ConfigError: the URL is no endpoint, a key is none, or one of the two is missing.
         PagewireError: the server lets nobody in now.
     """
+    curve = _curve(server_key, key_file)
     if url is None:
         url = find_url()
     if timeout_s is None and is_refused(url):
         raise ConnectionLost(f"no server answers at {url}: is it running?")
-    client = Client(url, name=name)
+    client = Client(url, name=name, curve=curve)
     try:
         await client.wait_ready(_WELCOME_S if timeout_s is None else timeout_s)
         yield client
     finally:
         await client.close()
+
+
+def _curve(server_key: str | None, key_file: str | PathLike[str] | None) -> ClientCurve | None:
+    if server_key is None and key_file is None:
+        return None
+    if server_key is None or key_file is None:
+        missing, given = ("server_key", "key_file") if server_key is None else ("key_file", "server_key")
+        raise ConfigError(f"is missing: a server that asks for keys needs both, and {given} is given", field=missing)
+    return ClientCurve.load(server_key, key_file)
 
 
 class Client:
@@ -89,13 +110,13 @@ class Client:
     started from then on go over that one.
     """
 
-    def __init__(self, url: str, *, name: str = "pagewire-python") -> None:
+    def __init__(self, url: str, *, name: str = "pagewire-python", curve: ClientCurve | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._streams: dict[int, StreamState] = {}
         self._numbers = itertools.cycle(range(1, MAX_STREAM + 1))
         self._asked_stats: deque[asyncio.Future[dict[str, float]]] = deque()
         self._info: Welcome | None = None
-        self._link = Link(url, client=name, on_message=self._on_message, on_lost=self._on_lost)
+        self._link = Link(url, client=name, on_message=self._on_message, on_lost=self._on_lost, curve=curve)
 
     @property
     def url(self) -> str:

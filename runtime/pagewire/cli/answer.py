@@ -40,6 +40,11 @@ def url_of(namespace: argparse.Namespace) -> str:
     return str(namespace.url) if namespace.url is not None else find_url()
 
 
+def keys_of(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The keys that were given, for `connect`."""
+    return {"server_key": namespace.server_key, "key_file": namespace.key_file}
+
+
 def params_of(namespace: argparse.Namespace) -> Mapping[str, Any]:
     """The sampling flags that were given."""
     return values_of(namespace, "params")

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from pagewire.cli.answer import params_of, prompt_of, show, speed, url_of
+from pagewire.cli.answer import keys_of, params_of, prompt_of, show, speed, url_of
 from pagewire.cli.conversation import Conversation, converse
 from pagewire_client import connect
 
@@ -15,7 +15,8 @@ def run(namespace: argparse.Namespace) -> int:
     """Stream the answer, or the answers, to standard output."""
     if namespace.prompt is None and (namespace.interactive or sys.stdin.isatty()):
         conversation = Conversation(namespace.system)
-        return converse(url_of(namespace), conversation, params_of(namespace), shows_speed=namespace.stats)
+        connection = connect(url_of(namespace), name="pagewire chat", **keys_of(namespace))
+        return converse(connection, conversation, params_of(namespace), shows_speed=namespace.stats)
     conversation = Conversation(namespace.system)
     conversation.ask(prompt_of(namespace))
     asyncio.run(_chat(namespace, conversation, url_of(namespace)))
@@ -23,7 +24,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 async def _chat(namespace: argparse.Namespace, conversation: Conversation, url: str) -> None:
-    async with connect(url, name="pagewire chat") as client:
+    async with connect(url, name="pagewire chat", **keys_of(namespace)) as client:
         result = await show(client.chat(conversation.messages, **params_of(namespace)), sys.stdout)
     if namespace.stats:
         print(speed(result), file=sys.stderr)

@@ -20,7 +20,7 @@ _COMMANDS: Final = {
     "batch": "answer a file of requests, offline or on a server; resumes where it stopped",
     "calibrate": "scales for KV in FP8, from a text",
     "info": "what a model file or folder holds",
-    "keys": "make, list and revoke the keys of an HTTP server",
+    "keys": "make, list and revoke keys: of an HTTP server's users, and CURVE keys for ZeroMQ",
     "demo": "serve the demo model, stream one answer, say how fast it was",
     "version": "the version of Pagewire",
 }
@@ -65,6 +65,13 @@ exit codes: 0 all lines are answered · 1 some lines are errors, or it stopped h
   pagewire keys new laptop                  shows the key, once
   pagewire keys list
   pagewire keys revoke laptop               counts at once, without a restart
+
+CURVE keys, for a server that other machines reach over ZeroMQ:
+  pagewire keys curve new NAME [--file KEYS]          a file with both keys; says the public one
+  pagewire keys curve allow NAME 'PUBLIC' [--file L]  lets a public key in; put it in single quotes
+  pagewire keys curve list | revoke NAME [--file L]   the allow-list; counts at once
+  pagewire serve --bind tcp://0.0.0.0:5570 --curve-key-file KEYS --curve-allow-file L
+  pagewire chat --url tcp://HOST:5570 --server-key 'PUBLIC' --key-file KEYS
 """,
 }
 
@@ -155,6 +162,8 @@ _PROMPT_HELP: Final = {
 
 def _add_url(command: Parser, text: str) -> None:
     command.add_argument("--url", help=text)
+    command.add_argument("--server-key", metavar="PUBLIC", help="public key of a server that asks for CURVE keys")
+    command.add_argument("--key-file", metavar="FILE", type=Path, help="our own keys: `pagewire keys curve new`")
 
 
 def _add_sampling(command: Parser) -> None:
@@ -174,12 +183,11 @@ def _add_batch(command: Parser) -> None:
 
 
 def _add_keys(command: Parser) -> None:
-    command.add_argument("action", choices=("new", "list", "revoke"), help="what to do")
-    command.add_argument("name", nargs="?", metavar="NAME", help="of the key, for new and revoke")
+    command.add_argument("action", choices=("new", "list", "revoke", "curve"), help="what to do; see the examples")
+    command.add_argument("words", nargs="*", metavar="NAME", help="of the key, for new and revoke")
     command.add_argument(
         "--file",
         metavar="FILE",
         type=Path,
-        default=Path("~/.config/pagewire/keys.jsonl"),
-        help="the file of keys that the server is given (default: %(default)s)",
+        help="the file of keys (default: ~/.config/pagewire/keys.jsonl; curve-NAME.key, curve-allowed.jsonl there)",
     )

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from pagewire.cli.answer import show, speed
 from pagewire.errors import PagewireError
-from pagewire_client import Client, Result, connect
+from pagewire_client import Client, Result
 
 _T = TypeVar("_T")
 
@@ -69,15 +69,27 @@ class Conversation:
         self._turns.clear()
 
 
-def converse(url: str, conversation: Conversation, params: Mapping[str, Any], *, shows_speed: bool) -> int:
+def converse(
+    connection: contextlib.AbstractAsyncContextManager[Client],
+    conversation: Conversation,
+    params: Mapping[str, Any],
+    *,
+    shows_speed: bool,
+) -> int:
     """Answer lines until they end; the exit code: 1 if lines came from a pipe and one of them failed.
 
+    Args:
+        connection: to the server, not entered yet.
+        conversation: what was said before.
+        params: of every answer.
+        shows_speed: say after each how fast it was.
+
     Raises:
-        ConnectionLost: nobody answers at `url`.
+        ConnectionLost: nobody answers.
     """
     has_person = sys.stdin.isatty()
     with _loop_thread() as run, contextlib.ExitStack() as stack:
-        client = _entered(run, connect(url, name="pagewire chat"), stack)
+        client = _entered(run, connection, stack)
         if has_person:
             stack.enter_context(_line_history())
             print(f"{client.info.model}: /help says what is understood, Ctrl-D leaves.", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from pagewire.cli.answer import params_of, prompt_of, show, speed, url_of
+from pagewire.cli.answer import keys_of, params_of, prompt_of, show, speed, url_of
 from pagewire_client import connect
 
 
@@ -17,7 +17,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 async def _generate(namespace: argparse.Namespace, prompt: str, url: str) -> None:
-    async with connect(url, name="pagewire generate") as client:
+    async with connect(url, name="pagewire generate", **keys_of(namespace)) as client:
         result = await show(client.generate(prompt, **params_of(namespace)), sys.stdout)
     if namespace.stats:
         print(speed(result), file=sys.stderr)

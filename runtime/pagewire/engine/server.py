@@ -12,6 +12,7 @@ import numpy as np
 import structlog
 
 from pagewire.config import Config
+from pagewire.curve_keys import server_curve
 from pagewire.engine.admission import Admission
 from pagewire.engine.delivery import Delivery
 from pagewire.engine.packing import u32
@@ -139,6 +140,7 @@ class WireServer:
                 heartbeat_timeout_ms=server.heartbeat_timeout_ms,
             ),
             on_fault=self._on_fault,
+            curve=server_curve(server),
         )
         self._core.sinks.append(self)
 

@@ -12,6 +12,7 @@ import structlog
 
 from pagewire.child import Report, Reporter, keep_beating
 from pagewire.config import Config, ServerConfig
+from pagewire.curve_keys import server_curve
 from pagewire.errors import ConfigError, EngineLost, ModelError, PagewireError, UnsupportedFeature
 from pagewire.event_loop import run_loop, tame_collector
 from pagewire.gateway.gateway import Gateway
@@ -180,12 +181,17 @@ def _open_door(config: ServerConfig, gateway: Gateway) -> Door:
     def on_fault(doing: str, error: Exception) -> None:
         _log.error("door_fault", doing=doing, exc_info=error)
 
+    curve = server_curve(config)
+
+    def listen(url: str) -> Door:
+        return Door(url, handler=gateway, limits=limits, on_fault=on_fault, curve=curve)
+
     if config.bind:
-        return Door(config.bind, handler=gateway, limits=limits, on_fault=on_fault)
+        return listen(config.bind)
     try:
-        return Door(default_endpoint(), handler=gateway, limits=limits, on_fault=on_fault)
+        return listen(default_endpoint())
     except ConfigError:
-        return Door(_FRESH_IPC, handler=gateway, limits=limits, on_fault=on_fault)
+        return listen(_FRESH_IPC)
 
 
 async def _drain(gateway: Gateway, seconds: float) -> None:

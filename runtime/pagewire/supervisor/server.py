@@ -215,7 +215,12 @@ class Server:
         # A text's token ids may take four times its bytes.
         size = 4 * server.max_message_bytes + _INNER_EXTRA_BYTES
         inner = msgspec.structs.replace(
-            server, bind=self._behind, max_streams_per_connection=streams, max_message_bytes=size
+            server,
+            bind=self._behind,
+            max_streams_per_connection=streams,
+            max_message_bytes=size,
+            curve_key_file="",  # a socket in our private folder
+            curve_allow_file="",
         )
         return await Child.start("engine", self._modules["engine"], msgspec.structs.replace(self.config, server=inner))
 
