@@ -13,6 +13,7 @@ from torch.nn.functional import linear as library_linear
 from pagewire_kernels import linear_hopper, linear_table
 from pagewire_kernels.activation import silu_mul
 from pagewire_kernels.linear_hopper import LinearScratch, Tiling
+from pagewire_kernels.quantise import Fp8Rows, quantise, silu_mul_quantise
 
 
 def scratch_for(device: torch.device) -> LinearScratch | None:
@@ -25,7 +26,9 @@ def scratch_for(device: torch.device) -> LinearScratch | None:
     return LinearScratch(device)
 
 
-def choose(n: int, k: int, num_tokens: int, *, gated: bool = False, wide: bool = False) -> Tiling | None:
+def choose(
+    n: int, k: int, num_tokens: int, *, gated: bool = False, wide: bool = False, fp8: bool = False
+) -> Tiling | None:
     """The kernel's tiling; None: the library is faster, or nobody measured.
 
     Args:
@@ -34,8 +37,9 @@ def choose(n: int, k: int, num_tokens: int, *, gated: bool = False, wide: bool =
         num_tokens: at least 1.
         gated: n gates and n ups.
         wide: float32 outputs.
+        fp8: x and weights in E4M3.
     """
-    kind = "gated" if gated else "wide" if wide else ""
+    kind = ("fp8 " if fp8 else "") + ("gated" if gated else "wide" if wide else "")
     bucket = max(16, 1 << (num_tokens - 1).bit_length())
     row = linear_table.TABLE.get((n, k, kind, bucket))
     return None if row is None else Tiling(*row)
@@ -73,6 +77,67 @@ def linear(
     out = x.new_empty(m, n) if out is None else out
     linear_hopper.launch(out, x, weight, scratch, tiling, gated=gated)
     return out
+
+
+def linear_fp8(
+    x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor, scratch: LinearScratch | None, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """Y = (x₈ · W₈ᵀ) · s_x · s_w.
+
+    Args:
+        x: [M, K].
+        weight: float8_e4m3fn [N, K], N and K multiples of 16. Not written by the kernel that was launched last.
+        scales: float32 [N].
+        scratch: as for `linear`.
+        dtype: of y.
+    """
+    m, n, k = x.values.shape[0], *weight.shape
+    tiling = choose(n, k, m, fp8=True) if scratch is not None else None
+    if tiling is None or scratch is None or not linear_hopper.is_supported(x.values, weight):
+        return _scaled_mm(x, weight, scales).to(dtype)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=weight.device)
+    linear_hopper.launch(out, x.values, weight, scratch, tiling, scales=(x.scales, scales))
+    return out.to(dtype)
+
+
+def gated_fp8(
+    out: Fp8Rows,
+    x: Fp8Rows,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    scratch: LinearScratch | None,
+    *,
+    dependent: bool = False,
+) -> None:
+    """silu(gate) · up of the product of `linear_fp8`, rounded again.
+
+    Args:
+        out: [M, N].
+        x: [M, K].
+        weight: float8_e4m3fn [2 N, K], the gates before the ups.
+        scales: float32 [2 N].
+        scratch: as for `linear`.
+        dependent: see `quantise`.
+    """
+    m, n, k = x.values.shape[0], weight.shape[0] // 2, weight.shape[1]
+    tiling = choose(n, k, m, gated=True, fp8=True) if scratch is not None else None
+    if tiling is None or scratch is None or not linear_hopper.is_supported(x.values, weight):
+        silu_mul_quantise(out, _scaled_mm(x, weight, scales), dependent=dependent)
+        return
+    inner = torch.empty(m, n, dtype=torch.bfloat16, device=weight.device)
+    linear_hopper.launch(inner, x.values, weight, scratch, tiling, scales=(x.scales, scales), gated=True)
+    quantise(out, inner, dependent=dependent)
+
+
+def _scaled_mm(x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return torch._scaled_mm(
+        x.values,
+        weight.t(),
+        scale_a=x.scales[:, None],
+        scale_b=scales[None, :],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
 
 
 def _by_library(x: torch.Tensor, weight: torch.Tensor, gated: bool, out: torch.Tensor | None) -> torch.Tensor:

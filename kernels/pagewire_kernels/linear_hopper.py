@@ -14,6 +14,8 @@ numbers only, which were started before, and parts are added in a fixed order: t
 SCATTER is set each program has one piece of one tile, and the programs of a tile share the addition: each adds some of the tokens'
 rows. That reads less in a row, but the programs wait for each other, so there may not be more than run at once.
 
+Where both are in E4M3, sums are multiplied by a scale of the token and one of the output before they are gated and written.
+
 One warp fetches tiles of W and x with the tensor copy engine, 4 or 8 warps compute. Launched as a programmatic dependent, the kernel
 fills its stages with weights, which no kernel of the step writes, while the kernel before still runs.
 
@@ -37,7 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_BOX = 64  # columns of a box: 128 bytes, the widest swizzle
+_BOX = 64  # columns of a box of 16 bits: 128 bytes, the widest swizzle
+_NARROW = torch.float8_e4m3fn
 _BOX_ROWS = 128  # tokens of an output box at most: what is staged takes room from the stages
 # Triton 3.9 renamed them.
 _tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -56,7 +59,7 @@ class Tiling:
     Attributes:
         block_n: rows of W in a tile; gated: of the gates, and as many ups.
         block_m: ≥ the tokens; a power of two from 16.
-        block_k: columns of a unit, 64 or a multiple.
+        block_k: columns of a unit, 64 (in E4M3 128) or a multiple.
         stages: units in flight.
         consumers: groups of 4 warps that compute, 1 or 2, each with its own rows of W.
         programs: that share the units.
@@ -84,21 +87,25 @@ class LinearScratch:
 
 
 def is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `launch` can serve these: 16-bit floats of one type with rows of whole 16 bytes, on compute capability 9."""
+    """Whether `launch` can serve these: 16-bit floats or E4M3, both of one type, with rows of whole 16 bytes, on compute
+    capability 9.
+    """
     return (
-        x.dtype in {torch.bfloat16, torch.float16}
+        x.dtype in {torch.bfloat16, torch.float16, _NARROW}
         and weight.dtype == x.dtype
         and 0 < x.shape[0] <= MOST_TOKENS
         and x.stride(1) == weight.stride(1) == 1
-        and all(t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
+        and all(t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
         and x.is_cuda
         and torch.cuda.get_device_capability(x.device)[0] == 9
     )
 
 
-def stages_that_fit(block_n: int, block_m: int, block_k: int, *, gated: bool, staged: bool, most: int = 8) -> int:
+def stages_that_fit(
+    block_n: int, block_m: int, block_k: int, *, gated: bool, staged: bool, most: int = 8, itemsize: int = 2
+) -> int:
     """So many units fit in shared memory beside the output tile, `most` at most."""
-    unit = ((2 if gated else 1) * block_n + block_m) * block_k * 2
+    unit = ((2 if gated else 1) * block_n + block_m) * block_k * itemsize
     room = _SMEM - (min(block_m, _BOX_ROWS) * block_n * 2 if staged else 2048)
     return min(most, room // unit)
 
@@ -110,21 +117,24 @@ def launch(
     scratch: LinearScratch,
     tiling: Tiling,
     *,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     gated: bool = False,
     dependent: bool = True,
 ) -> None:
     """The product; arguments as checked by `linear`.
 
     Args:
-        out: [M, N] contiguous, of x's type or float32.
+        out: [M, N] contiguous, of x's type or float32; bf16 where x is in E4M3.
         x: [M, K].
         weight: [N, K]; gated: [2 N, K], the gates before the ups. Not written by the kernel before.
         scratch: of this stream.
         tiling: how to cut.
+        scales: float32 [M] of x's rows and [N] or [2 N] of the weight's, both in E4M3.
         gated: whether.
         dependent: launch as a programmatic dependent of the kernel before.
     """
-    arguments, options = _arguments(out, x, weight, scratch.parts, scratch.flags, tiling, gated, dependent)
+    buffers = scratch.parts, scratch.flags
+    arguments, options = _arguments(out, x, weight, buffers, tiling, gated, dependent, scales)
     _linear_hopper_kernel[(tiling.programs,)](*arguments, **options)
 
 
@@ -133,7 +143,8 @@ def compile_ahead(n: int, k: int, tiling: Tiling, dtype: torch.dtype, out_dtype:
     like = torch.empty(1, device="meta")
     out, x = like.new_empty(2, n, dtype=out_dtype), like.new_empty(2, k, dtype=dtype)
     weight = like.new_empty(2 * n if gated else n, k, dtype=dtype)
-    arguments, options = _arguments(out, x, weight, like, like.int(), tiling, gated, True)
+    scales = (like, like) if dtype == _NARROW else None
+    arguments, options = _arguments(out, x, weight, (like, like.int()), tiling, gated, True, scales)
     return str(_linear_hopper_kernel.warmup(*arguments, grid=(tiling.programs,), **options).asm["ptx"])
 
 
@@ -141,19 +152,24 @@ def _arguments(
     out: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
-    parts: torch.Tensor,
-    flags: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor],
     tiling: Tiling,
     gated: bool,
     dependent: bool,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[tuple[object, ...], dict[str, int]]:
     n, k = out.shape[1], x.shape[1]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    x_desc = TensorDescriptor.from_tensor(x, [tiling.block_m, _BOX], layout)
-    w_desc = TensorDescriptor.from_tensor(weight, [tiling.block_n, _BOX], layout)
-    staged = out.dtype == x.dtype and not tiling.scatter and n % 8 == 0
-    out_desc = TensorDescriptor.from_tensor(out, [min(tiling.block_m, _BOX_ROWS), _BOX], layout) if staged else x_desc
-    return (out, out_desc, x_desc, w_desc, parts, flags, x.shape[0]), {
+    layout, out_layout = (
+        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (8 * x.itemsize, 16)
+    )
+    box = 128 // x.itemsize
+    x_desc = TensorDescriptor.from_tensor(x, [tiling.block_m, box], layout)
+    w_desc = TensorDescriptor.from_tensor(weight, [tiling.block_n, box], layout)
+    staged = out.itemsize == 2 and not tiling.scatter and n % 8 == 0
+    out_box = [min(tiling.block_m, _BOX_ROWS), _BOX]
+    out_desc = TensorDescriptor.from_tensor(out, out_box, out_layout) if staged else x_desc
+    x_scales, w_scales = scales if scales is not None else (buffers[0], buffers[0])
+    return (out, out_desc, x_desc, w_desc, x_scales, w_scales, *buffers, x.shape[0]), {
         "N": n,
         "K": k,
         "BLOCK_N": tiling.block_n,
@@ -161,6 +177,7 @@ def _arguments(
         "BLOCK_K": tiling.block_k,
         "STAGES": tiling.stages,
         "GATED": gated,
+        "SCALED": scales is not None,
         "SCATTER": tiling.scatter,
         "STAGED": staged,
         "CONSUMERS": tiling.consumers,
@@ -178,8 +195,10 @@ def _arguments(
 def _linear_hopper_kernel(
     out_ptr,  # [M, N]
     out_desc,  # likewise, boxes of [min(BLOCK_M, 128), 64]
-    x_desc,  # [M, K], boxes of [BLOCK_M, 64]
-    w_desc,  # [N or 2 N, K], boxes of [BLOCK_N, 64]
+    x_desc,  # [M, K], boxes of [BLOCK_M, 64], of 128 columns in E4M3
+    w_desc,  # [N or 2 N, K], likewise
+    x_scales_ptr,  # [M]
+    w_scales_ptr,  # [N or 2 N]
     parts_ptr,  # float32 [programs, 2 if gated, BLOCK_N, BLOCK_M]
     flags_ptr,  # int32 [programs, CONSUMERS], 0 before and after
     num_tokens,
@@ -190,6 +209,7 @@ def _linear_hopper_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
+    SCALED: gl.constexpr,
     SCATTER: gl.constexpr,
     STAGED: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -197,16 +217,17 @@ def _linear_hopper_kernel(
     WHOLE: gl.constexpr,
 ):
     DTYPE: gl.constexpr = w_desc.dtype
+    OUT_DTYPE: gl.constexpr = out_desc.dtype if STAGED else gl.bfloat16
     SIDES: gl.constexpr = 2 if GATED else 1
     ROWS: gl.constexpr = BLOCK_N // CONSUMERS
     CHUNK: gl.constexpr = min(128, BLOCK_M)
     W_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], DTYPE)
     X_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], DTYPE)
-    OUT_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, ROWS], DTYPE)
+    OUT_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, ROWS], OUT_DTYPE)
     w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * SIDES, BLOCK_N, BLOCK_K], W_SMEM)
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], X_SMEM)
     out_smem = gl.allocate_shared_memory(
-        DTYPE, [CONSUMERS if STAGED else 1, CHUNK if STAGED else 8, ROWS if STAGED else 64], OUT_SMEM
+        OUT_DTYPE, [CONSUMERS if STAGED else 1, CHUNK if STAGED else 8, ROWS if STAGED else 64], OUT_SMEM
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -220,8 +241,9 @@ def _linear_hopper_kernel(
                 (
                     _compute,
                     (
-                        0, out_ptr, out_desc, w_smem, x_smem, out_smem, full, empty, parts_ptr, flags_ptr, num_tokens, N,
-                        K, BLOCK_N, BLOCK_M, BLOCK_K, STAGES, GATED, SCATTER, STAGED, CONSUMERS, LAG, WHOLE,
+                        0, out_ptr, out_desc, w_smem, x_smem, out_smem, full, empty, x_scales_ptr, w_scales_ptr, parts_ptr,
+                        flags_ptr, num_tokens, N, K, BLOCK_N, BLOCK_M, BLOCK_K, STAGES, GATED, SCALED, SCATTER, STAGED,
+                        CONSUMERS, LAG, WHOLE,
                     ),
                 ),
                 (
@@ -240,15 +262,17 @@ def _linear_hopper_kernel(
                 (
                     _compute,
                     (
-                        0, out_ptr, out_desc, w_smem, x_smem, out_smem, full, empty, parts_ptr, flags_ptr, num_tokens, N,
-                        K, BLOCK_N, BLOCK_M, BLOCK_K, STAGES, GATED, SCATTER, STAGED, CONSUMERS, LAG, WHOLE,
+                        0, out_ptr, out_desc, w_smem, x_smem, out_smem, full, empty, x_scales_ptr, w_scales_ptr, parts_ptr,
+                        flags_ptr, num_tokens, N, K, BLOCK_N, BLOCK_M, BLOCK_K, STAGES, GATED, SCALED, SCATTER, STAGED,
+                        CONSUMERS, LAG, WHOLE,
                     ),
                 ),
                 (
                     _compute,
                     (
-                        1, out_ptr, out_desc, w_smem, x_smem, out_smem, full, empty, parts_ptr, flags_ptr, num_tokens, N,
-                        K, BLOCK_N, BLOCK_M, BLOCK_K, STAGES, GATED, SCATTER, STAGED, CONSUMERS, LAG, WHOLE,
+                        1, out_ptr, out_desc, w_smem, x_smem, out_smem, full, empty, x_scales_ptr, w_scales_ptr, parts_ptr,
+                        flags_ptr, num_tokens, N, K, BLOCK_N, BLOCK_M, BLOCK_K, STAGES, GATED, SCALED, SCATTER, STAGED,
+                        CONSUMERS, LAG, WHOLE,
                     ),
                 ),
                 (
@@ -284,16 +308,18 @@ def _load_weights(
     GATED: gl.constexpr,
 ):
     SIDES: gl.constexpr = 2 if GATED else 1
+    BOX: gl.constexpr = w_desc.block_shape[1]
     for side in gl.static_range(SIDES):
-        for h in gl.static_range(BLOCK_K // 64):
-            to = w_smem.index(stage * SIDES + side).slice(h * 64, 64, 1)
-            _tma_load(w_desc, [side * N + tile * BLOCK_N, k + h * 64], bar, to)
+        for h in gl.static_range(BLOCK_K // BOX):
+            to = w_smem.index(stage * SIDES + side).slice(h * BOX, BOX, 1)
+            _tma_load(w_desc, [side * N + tile * BLOCK_N, k + h * BOX], bar, to)
 
 
 @gluon.jit
 def _load_tokens(x_desc, x_smem, bar, stage, k, BLOCK_K: gl.constexpr):
-    for h in gl.static_range(BLOCK_K // 64):
-        _tma_load(x_desc, [0, k + h * 64], bar, x_smem.index(stage).slice(h * 64, 64, 1))
+    BOX: gl.constexpr = x_desc.block_shape[1]
+    for h in gl.static_range(BLOCK_K // BOX):
+        _tma_load(x_desc, [0, k + h * BOX], bar, x_smem.index(stage).slice(h * BOX, BOX, 1))
 
 
 @gluon.jit
@@ -314,7 +340,7 @@ def _load_tiles(
 ):
     """The loading warp."""
     NUM_K: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    BYTES: gl.constexpr = ((2 if GATED else 1) * BLOCK_N + BLOCK_M) * BLOCK_K * 2
+    BYTES: gl.constexpr = ((2 if GATED else 1) * BLOCK_N + BLOCK_M) * BLOCK_K * (w_smem.dtype.primitive_bitwidth // 8)
     begin = _first_unit(gl.program_id(0), N, K, BLOCK_N, BLOCK_K)
     end = _first_unit(gl.program_id(0) + 1, N, K, BLOCK_N, BLOCK_K)
     high = end
@@ -369,6 +395,8 @@ def _compute(
     out_smem,  # [CONSUMERS, min(BLOCK_M, 128), ROWS]
     full,
     empty,
+    x_scales_ptr,
+    w_scales_ptr,
     parts_ptr,
     flags_ptr,
     num_tokens,
@@ -379,6 +407,7 @@ def _compute(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
+    SCALED: gl.constexpr,
     SCATTER: gl.constexpr,
     STAGED: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -387,7 +416,7 @@ def _compute(
 ):
     """One group of computing warps: ROWS of each tile's rows, from PART · ROWS on."""
     ROWS: gl.constexpr = BLOCK_N // CONSUMERS
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 256 // w_smem.dtype.primitive_bitwidth])
     NUM_K: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SIDES: gl.constexpr = 2 if GATED else 1
     SIZE: gl.constexpr = SIDES * BLOCK_N * BLOCK_M
@@ -430,12 +459,13 @@ def _compute(
 
         if SCATTER:
             _add_together(
-                PART, out_ptr, acc, up, parts_ptr, flags_ptr, num_tokens, pid, tile, N, BLOCK_N, BLOCK_M, GATED, SCATTER,
-                CONSUMERS,
+                PART, out_ptr, acc, up, x_scales_ptr, w_scales_ptr, parts_ptr, flags_ptr, num_tokens, pid, tile, N,
+                BLOCK_N, BLOCK_M, GATED, SCALED, SCATTER, CONSUMERS,
             )  # fmt: skip
         elif WHOLE:
             _finish(
-                PART, out_ptr, out_desc, out_smem, acc, up, num_tokens, tile, N, BLOCK_N, BLOCK_M, ROWS, GATED, STAGED
+                PART, out_ptr, out_desc, out_smem, acc, up, x_scales_ptr, w_scales_ptr, num_tokens, tile, N, BLOCK_N,
+                BLOCK_M, ROWS, GATED, SCALED, STAGED,
             )  # fmt: skip
         elif high < (tile + 1) * NUM_K:
             part_at = parts_ptr + pid.to(gl.int64) * SIZE + at
@@ -458,7 +488,8 @@ def _compute(
                     up += gl.load(part_at + BLOCK_N * BLOCK_M, cache_modifier=".cg")
                 covered = _first_unit(helper, N, K, BLOCK_N, BLOCK_K)
             _finish(
-                PART, out_ptr, out_desc, out_smem, acc, up, num_tokens, tile, N, BLOCK_N, BLOCK_M, ROWS, GATED, STAGED
+                PART, out_ptr, out_desc, out_smem, acc, up, x_scales_ptr, w_scales_ptr, num_tokens, tile, N, BLOCK_N,
+                BLOCK_M, ROWS, GATED, SCALED, STAGED,
             )  # fmt: skip
         high = low
     if STAGED:
@@ -473,6 +504,8 @@ def _finish(
     out_smem,
     acc,  # [ROWS, BLOCK_M]
     up,  # likewise
+    x_scales_ptr,
+    w_scales_ptr,
     num_tokens,
     tile,
     N: gl.constexpr,
@@ -480,13 +513,21 @@ def _finish(
     BLOCK_M: gl.constexpr,
     ROWS: gl.constexpr,
     GATED: gl.constexpr,
+    SCALED: gl.constexpr,
     STAGED: gl.constexpr,
 ):
     """Write a tile's sums."""
     MMA: gl.constexpr = acc.type.layout
+    column = tile * BLOCK_N + PART * ROWS
+    if SCALED:
+        row = column + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
+        token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
+        x_scale = gl.load(x_scales_ptr + token, mask=token < num_tokens, other=0.0)[None, :]
+        acc = acc * gl.load(w_scales_ptr + row, mask=row < N, other=0.0)[:, None] * x_scale
+        if GATED:
+            up = up * gl.load(w_scales_ptr + N + row, mask=row < N, other=0.0)[:, None] * x_scale
     if GATED:
         acc = acc / (1.0 + gl.exp(-acc)) * up
-    column = tile * BLOCK_N + PART * ROWS
     if STAGED:
         staging = out_smem.index(PART)
         y = acc.to(out_smem.dtype)
@@ -520,6 +561,8 @@ def _add_together(
     out_ptr,
     acc,
     up,
+    x_scales_ptr,
+    w_scales_ptr,
     parts_ptr,
     flags_ptr,
     num_tokens,
@@ -529,6 +572,7 @@ def _add_together(
     BLOCK_N: gl.constexpr,
     BLOCK_M: gl.constexpr,
     GATED: gl.constexpr,
+    SCALED: gl.constexpr,
     SCATTER: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
@@ -564,6 +608,12 @@ def _add_together(
         total += gl.load(first + i * SIZE, mask=here, other=0.0, cache_modifier=".cg")
         if GATED:
             total_up += gl.load(first + i * SIZE + BLOCK_N * BLOCK_M, mask=here, other=0.0, cache_modifier=".cg")
+    if SCALED:
+        row = tile * BLOCK_N + columns
+        x_scale = gl.load(x_scales_ptr + tokens, mask=tokens < num_tokens, other=0.0)[:, None]
+        total = total * gl.load(w_scales_ptr + row, mask=row < N, other=0.0)[None, :] * x_scale
+        if GATED:
+            total_up = total_up * gl.load(w_scales_ptr + N + row, mask=row < N, other=0.0)[None, :] * x_scale
     if GATED:
         total = total / (1.0 + gl.exp(-total)) * total_up
     to = out_ptr + tokens.to(gl.int64)[:, None] * N + tile * BLOCK_N + columns[None, :]

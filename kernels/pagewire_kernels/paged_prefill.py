@@ -323,7 +323,7 @@ def _paged_prefill_kernel(
         acc, l_i, m_i, q, k_ptr, v_ptr, table_at, head_offset, q_pos, low, high, scale, soft_cap,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_SOFT_CAP, True, OFFSET,
     )  # fmt: skip
-    acc = acc / l_i[:, None]
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # a row of length 0 gets zeros
     if HAS_SCALES:
         acc *= tl.load(v_scale_ptr + head)
     out_at = out_ptr + (flat * out_stride + within)[:, None] + d[None, :]

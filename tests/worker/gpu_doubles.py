@@ -10,6 +10,7 @@ import torch
 from pagewire.worker.gpu_ops import Tokens
 from pagewire.worker.philox import gumbel, noise_words
 from pagewire_kernels import reference
+from pagewire_kernels.quantise import Fp8Rows
 from pagewire_kernels.sampling import DROPPED, NUMERIC, OK, REACH, STOPPED
 
 
@@ -101,11 +102,24 @@ class TorchOps:
         y = reference.silu_mul(y) if gated else y
         return y if out is None else out.copy_(y)
 
-    def linear_of_one(self, x, weight, *, norm=None, residual=None, gated=False):
+    def linear_of_one(self, x, weight, *, scales=None, norm=None, residual=None, gated=False):
         total = None if residual is None else x + residual
         x = x if total is None else total
-        y = torch.nn.functional.linear(x if norm is None else self.norm(x, norm), weight)
+        x = x if norm is None else self.norm(x, norm)
+        y = torch.nn.functional.linear(x, weight) if scales is None else reference.linear_fp8(x, weight, scales)
         return (reference.silu_mul(y) if gated else y), total
+
+    def quantise(self, x):
+        return Fp8Rows(*reference.quantise_rows(x))
+
+    def norm_fp8(self, x, weight, residual=None):
+        return self.quantise(self.norm(x, weight, residual))
+
+    def linear_fp8(self, x, weight, scales):
+        return x.values.float() @ weight.float().t() * x.scales[:, None] * scales
+
+    def gated_fp8(self, x, weight, scales):
+        return self.quantise(reference.silu_mul(self.linear_fp8(x, weight, scales)))
 
     def rope_and_write(self, layer, q, k, v, tokens):
         cos, sin = (table[tokens.positions] for table in (self.decoder.cos, self.decoder.sin))

@@ -24,6 +24,7 @@ from pagewire.worker.gpu import GpuWorker
 from pagewire.worker.gpu_graphs import Inbox, bucket_sizes
 from pagewire.worker.gpu_memory import GpuKV, num_blocks_on_card
 from pagewire.worker.gpu_staging import ALIGN, Staging
+from pagewire.worker.gpu_stepper import Stepper
 
 NUM_REQUESTS = 60
 MODEL = {
@@ -179,6 +180,42 @@ class TestFp8Kv:
         with pytest.raises(ConfigError, match="another model") as caught:
             worker_of(self.made(folder, kv_scales=str(tmp_path / "scales.json")))
         assert caught.value.field == "cache.kv_scales"
+
+
+class TestFp8Weights:
+    """Matrices and what enters them in E4M3, with one token at a time and with many."""
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    async def test_greedy_tokens_are_nearly_those_of_the_cpu(self, folder, deterministic):
+        values = msgspec.to_builtins(config(folder))
+        values["model"]["quantization"] = "fp8"
+        made = from_mapping(values)
+        decoder = load_model(made.model, keeps_fp8=True)
+        assert decoder.weights.layers[0].down.dtype == torch.float8_e4m3fn
+        stepper = Stepper(
+            msgspec.structs.replace(made, engine=msgspec.structs.replace(made.engine, deterministic=deterministic)),
+            decoder, HostDevice(), TorchOps, with_graphs=True,
+        )  # fmt: skip
+        assert stepper.shape.num_blocks == 400
+        worker = GpuWorker(made, decoder, HostDevice(), TorchOps)
+        prompts = [prompt for prompt, _ in requests()][:20]
+
+        async def first_tokens(worker):
+            async with Engine(config=made, worker=worker) as engine:
+                streams = [engine.generate(p, max_tokens=3, temperature=0, echo_text=False) for p in prompts]
+                return [(await stream.result()).token_ids for stream in streams]
+
+        ours, theirs = await first_tokens(worker), await first_tokens(None)
+        assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 18, "a rounded value may fall to either side"
+
+    def test_sides_that_no_card_multiplies_are_refused(self, folder, tmp_path):
+        (tmp_path / "config.json").write_text(json.dumps({**MODEL, "intermediate_size": 168}))
+        values = msgspec.to_builtins(config(tmp_path))
+        values["model"]["quantization"] = "fp8"
+        made = from_mapping(values)
+        with pytest.raises(ConfigError, match="multiples of 16") as caught:
+            GpuWorker(made, load_model(made.model, keeps_fp8=True), HostDevice(), TorchOps)
+        assert caught.value.field == "model.quantization"
 
 
 async def test_broken_logits_end_their_request_alone(folder):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
+from functools import partial
 from typing import Final
 
 import torch
@@ -25,6 +26,7 @@ from pagewire.models.load import load_model
 from pagewire.step.step import StepPlan, StepResult
 from pagewire.worker.gpu_completions import Completions, Pending
 from pagewire.worker.gpu_device import CudaDevice, Device
+from pagewire.worker.gpu_ops import DETERMINISTIC
 from pagewire.worker.gpu_stepper import MakeOps, Stepper, triton_ops
 from pagewire.worker.interface import LogitMasks, WorkerShape
 
@@ -35,10 +37,10 @@ class GpuWorker:
     """See `pagewire.worker.interface.Worker`. Make it with `load`, or from a decoder whose weights are on the card.
 
     Args:
-        config: sections `cache` and `scheduler` are used.
+        config: sections `cache` and `scheduler` are used, and `engine.deterministic`.
         decoder: loaded.
         device: the card.
-        make_ops: the kernels.
+        make_ops: the kernels; None: those of Triton.
         with_graphs: False: every step is launched kernel by kernel.
 
     Raises:
@@ -50,12 +52,14 @@ class GpuWorker:
         config: Config,
         decoder: Decoder,
         device: Device,
-        make_ops: MakeOps = triton_ops,
+        make_ops: MakeOps | None = None,
         *,
         with_graphs: bool = True,
     ) -> None:
-        if config.engine.deterministic:
+        if config.engine.deterministic and not DETERMINISTIC:
             raise ConfigError("a GPU does not compute bit-identically yet; a CPU does", field="engine.deterministic")
+        if make_ops is None:
+            make_ops = partial(triton_ops, deterministic=config.engine.deterministic)
         with torch.inference_mode():
             self._stepper: Stepper | None = Stepper(config, decoder, device, make_ops, with_graphs=with_graphs)
         self._shape = self._stepper.shape

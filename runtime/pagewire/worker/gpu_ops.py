@@ -14,12 +14,16 @@ from pagewire.worker.gpu_rows import GpuRows
 from pagewire_kernels import sampling, step_input
 from pagewire_kernels.block_copy import BlockPools, copy_blocks
 from pagewire_kernels.kv_write import rope_write_kv
-from pagewire_kernels.linear import linear, scratch_for
+from pagewire_kernels.linear import gated_fp8, linear, linear_fp8, scratch_for
 from pagewire_kernels.paged_decode import DecodePlan, DecodeTiling, paged_decode, plan_decode
-from pagewire_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
+from pagewire_kernels.paged_prefill import LONG, PrefillPlan, PrefillTiling, paged_prefill, plan_prefill
+from pagewire_kernels.quantise import Fp8Rows, empty_rows, quantise, rms_norm_quantise
 from pagewire_kernels.rms_norm import rms_norm
 from pagewire_kernels.vector_linear import vector_linear
 
+FP8_WEIGHTS: Final = False
+DETERMINISTIC: Final = False
+"""Refused on a GPU by name until they have run on one: their kernels are compiled for it and tested piece by piece."""
 _LEAST_PREFILL: Final = 256
 _FEW_CHUNKS: Final = 64
 _WORD_OF: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -74,11 +78,28 @@ class Ops(Protocol):
         x: Tensor,
         weight: Tensor,
         *,
+        scales: Tensor | None = None,
         norm: Tensor | None = None,
         residual: Tensor | None = None,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """See `pagewire_kernels.vector_linear`: the product, and the new residual where there is one."""
+        ...
+
+    def quantise(self, x: Tensor) -> Fp8Rows:
+        """Each row in E4M3."""
+        ...
+
+    def norm_fp8(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Fp8Rows:
+        """As `norm`, rounded to E4M3."""
+        ...
+
+    def linear_fp8(self, x: Fp8Rows, weight: Tensor, scales: Tensor) -> Tensor:
+        """See `pagewire_kernels.linear`."""
+        ...
+
+    def gated_fp8(self, x: Fp8Rows, weight: Tensor, scales: Tensor) -> Fp8Rows:
+        """silu(gate) × up of the product, rounded to E4M3."""
         ...
 
     def rope_and_write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> None:
@@ -118,7 +139,15 @@ class Ops(Protocol):
 class TritonOps:
     """`Ops` by Triton kernels, with the scratch memory that they need."""
 
-    def __init__(self, decoder: Decoder, memory: GpuKV, rows: GpuRows, *, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        memory: GpuKV,
+        rows: GpuRows,
+        *,
+        max_step_tokens: int,
+        prefill_tiling: PrefillTiling = LONG,
+    ) -> None:
         config, device = decoder.config, rows.last_token.device
         self._memory = memory
         self._rows = rows
@@ -145,6 +174,7 @@ class TritonOps:
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 device=device,
+                tiling=prefill_tiling,
             )
             for num_chunks in sorted({min(_FEW_CHUNKS, max_rows), max_rows})
             for size in sizes
@@ -154,6 +184,7 @@ class TritonOps:
         self._scratch = sampling.SampleScratch(max_rows, config.vocab_size, device)
         self._linear_scratch = scratch_for(device)
         self._dependent = self._linear_scratch is not None
+        self._dtype = decoder.weights.embedding.dtype
 
     def set_blocks(self, deltas: Tensor, num_deltas: Tensor) -> None:
         """See `Ops`."""
@@ -199,6 +230,7 @@ class TritonOps:
         x: Tensor,
         weight: Tensor,
         *,
+        scales: Tensor | None = None,
         norm: Tensor | None = None,
         residual: Tensor | None = None,
         gated: bool = False,
@@ -210,6 +242,7 @@ class TritonOps:
             out,
             x,
             weight,
+            scales=scales,
             norm=norm,
             eps=self._eps,
             residual=residual,
@@ -218,6 +251,28 @@ class TritonOps:
             dependent=self._dependent,
         )
         return out, residual_out
+
+    def quantise(self, x: Tensor) -> Fp8Rows:
+        """See `Ops`."""
+        out = empty_rows(x.shape, x.device)
+        quantise(out, x, dependent=self._dependent)
+        return out
+
+    def norm_fp8(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Fp8Rows:
+        """See `Ops`."""
+        out = empty_rows(x.shape, x.device)
+        rms_norm_quantise(out, x, weight, self._eps, residual, dependent=self._dependent)
+        return out
+
+    def linear_fp8(self, x: Fp8Rows, weight: Tensor, scales: Tensor) -> Tensor:
+        """See `Ops`."""
+        return linear_fp8(x, weight, scales, self._linear_scratch, dtype=self._dtype)
+
+    def gated_fp8(self, x: Fp8Rows, weight: Tensor, scales: Tensor) -> Fp8Rows:
+        """See `Ops`."""
+        out = empty_rows((x.values.shape[0], weight.shape[0] // 2), weight.device)
+        gated_fp8(out, x, weight, scales, self._linear_scratch, dependent=self._dependent)
+        return out
 
     def rope_and_write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> None:
         """See `Ops`."""

@@ -50,11 +50,14 @@ class SampleLogprobs:
 class SpecialSampler:
     """Draws for the rows that `GpuRows.is_special` marks. Not thread-safe."""
 
-    def __init__(self, rows: GpuRows, ops: Ops, staging: Staging, *, vocab_size: int) -> None:
+    def __init__(
+        self, rows: GpuRows, ops: Ops, staging: Staging, *, vocab_size: int, deterministic: bool = False
+    ) -> None:
         self._rows = rows
         self._ops = ops
         self._staging = staging
         self._vocab_size = vocab_size
+        self._deterministic = deterministic
         self._seen: dict[int, Seen] = {}
 
     def update(self, plan: StepPlan) -> None:
@@ -107,7 +110,7 @@ class SpecialSampler:
         self._mask_stops(x, rows, positions)
         if masks is not None:
             self._mask(x, which, masks)
-        filter_logits(x, params, rows, self._staging)
+        filter_logits(x, params, rows, self._staging, deterministic=self._deterministic)
         # What was broken stays broken, even where all of it was masked or clamped.
         x.masked_fill_(~raw.amax(dim=1, keepdim=True).isfinite(), torch.nan)
         drawn = torch.empty(2, -(-rows.size // 4) * 4, dtype=torch.int32, device=out.device)[:, : rows.size]
@@ -179,8 +182,13 @@ class SpecialSampler:
         return SampleLogprobs(which[asked].astype(np.int32), num_tops[asked], chosen, top_ids, top_logprobs)
 
 
-def filter_logits(x: Tensor, params: SamplerRows, rows: Int32Array, staging: Staging) -> None:
-    """top-k, top-p and min-p in place: whatever lies below its row's floor becomes −∞. Greedy rows are left alone."""
+def filter_logits(
+    x: Tensor, params: SamplerRows, rows: Int32Array, staging: Staging, *, deterministic: bool = False
+) -> None:
+    """top-k, top-p and min-p in place: whatever lies below its row's floor becomes −∞. Greedy rows are left alone.
+
+    Deterministic: rows are sorted and summed two at a time, since PyTorch sums one row in another order than several.
+    """
     vocab_size = x.shape[1]
     drawing = ~params.is_greedy[rows]
     temperature, top_k, top_p = params.temperature[rows], params.top_k[rows], params.top_p[rows]
@@ -198,19 +206,29 @@ def filter_logits(x: Tensor, params: SamplerRows, rows: Int32Array, staging: Sta
         at, k_, p_, temperature_ = staging.upload(
             [sorting.astype(np.int64), k.astype(np.int64), top_p[sorting], temperature[sorting]]
         )
-        descending = x.index_select(0, at).sort(dim=1, descending=True).values
-        kth = descending.gather(1, k_[:, None] - 1)
-        kept = descending >= kth
-        weights = ((descending - descending[:, :1]) / temperature_[:, None]).exp() * kept
-        mass = weights.double().cumsum(dim=1)
-        # Of a row with a NaN nothing is kept, and its floor does not matter; an index out of bounds would.
-        last = (kept.sum(dim=1, keepdim=True) - 1).clamp(min=0)
-        reached = (mass < p_[:, None] * mass.gather(1, last)).sum(dim=1, keepdim=True)
-        least = weights.gather(1, torch.minimum(reached, last))
-        heavy = ((weights >= least) & kept).sum(dim=1, keepdim=True) - 1
-        own = torch.where(p_ < 1, descending.gather(1, heavy.clamp(min=0))[:, 0], kth[:, 0])
-        floor.index_copy_(0, at, torch.maximum(floor.index_select(0, at), own))
+        parts: list[Tensor | slice] = [slice(None)]
+        if deterministic:
+            last = sorting.size - 1
+            parts = [*staging.upload([np.array([i, min(i + 1, last)], np.int64) for i in range(0, last + 1, 2)])]
+        for part in parts:
+            own = _floors(x.index_select(0, at[part]), k_[part], p_[part], temperature_[part])
+            floor.index_copy_(0, at[part], torch.maximum(floor.index_select(0, at[part]), own))
     x.masked_fill_(x < floor[:, None], -torch.inf)
+
+
+def _floors(x: Tensor, k: Tensor, p: Tensor, temperature: Tensor) -> Tensor:
+    """float32 [C], the least logit of each row that top-k and top-p keep."""
+    descending = x.sort(dim=1, descending=True).values
+    kth = descending.gather(1, k[:, None] - 1)
+    kept = descending >= kth
+    weights = ((descending - descending[:, :1]) / temperature[:, None]).exp() * kept
+    mass = weights.double().cumsum(dim=1)
+    # Of a row with a NaN nothing is kept, and its floor does not matter; an index out of bounds would.
+    last = (kept.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    reached = (mass < p[:, None] * mass.gather(1, last)).sum(dim=1, keepdim=True)
+    least = weights.gather(1, torch.minimum(reached, last))
+    heavy = ((weights >= least) & kept).sum(dim=1, keepdim=True) - 1
+    return torch.where(p < 1, descending.gather(1, heavy.clamp(min=0))[:, 0], kth[:, 0])
 
 
 def score_on_card(logits: Tensor, token_ids: Tensor, num_tops: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,11 +18,12 @@ from pagewire.models import kv_scales
 from pagewire.models.decoder import Decoder
 from pagewire.step.step import Int32Array, StepPlan
 from pagewire.worker.gpu_device import Device
+from pagewire.worker.gpu_fixed_ops import FixedOps
 from pagewire.worker.gpu_graphs import Batch, DecodeGraphs, Inbox
 from pagewire.worker.gpu_memory import GpuKV, num_blocks_on_card
 from pagewire.worker.gpu_mixed import TOKEN_BUCKETS, MixedBatch, MixedGraphs, MixedInbox, Shape
 from pagewire.worker.gpu_model import Attend, GpuModel, check_covered
-from pagewire.worker.gpu_ops import Chunks, Ops, TritonOps
+from pagewire.worker.gpu_ops import FP8_WEIGHTS, Chunks, Ops, TritonOps
 from pagewire.worker.gpu_results import Arrival, PromptScores, Results
 from pagewire.worker.gpu_rows import GpuRows
 from pagewire.worker.gpu_sampler import SpecialSampler, score_on_card
@@ -33,11 +34,15 @@ MakeOps = Callable[[Decoder, GpuKV, GpuRows, int], Ops]
 """(decoder, memory, rows, max_step_tokens)."""
 
 _LEAST_HEAD: Final = 16
+_LEAST_FP8: Final = (8, 9)
+"""Compute capability."""
 _PROMPT_LOGITS: Final = 256
 """Positions whose logits are held at once for prompt log-probabilities."""
 
 
-def triton_ops(decoder: Decoder, memory: GpuKV, rows: GpuRows, max_step_tokens: int) -> Ops:
+def triton_ops(
+    decoder: Decoder, memory: GpuKV, rows: GpuRows, max_step_tokens: int, *, deterministic: bool = False
+) -> Ops:
     """The kernels of a card.
 
     Raises:
@@ -49,7 +54,15 @@ def triton_ops(decoder: Decoder, memory: GpuKV, rows: GpuRows, max_step_tokens: 
             f"a GPU computes heads whose size is a power of two from {_LEAST_HEAD} up, not {head_dim}; a CPU does",
             field="model.device",
         )
-    return TritonOps(decoder, memory, rows, max_step_tokens=max_step_tokens)
+    if decoder.weights.is_fp8 and not FP8_WEIGHTS:
+        raise ConfigError("a GPU does not compute with weights in FP8 yet; a CPU does", field="model.quantization")
+    device = rows.last_token.device
+    if decoder.weights.is_fp8 and torch.cuda.get_device_capability(device) < _LEAST_FP8:
+        raise ConfigError(
+            "this GPU does not multiply in FP8; Ada, Hopper and later ones do", field="model.quantization"
+        )
+    kind = FixedOps if deterministic else TritonOps
+    return kind(decoder, memory, rows, max_step_tokens=max_step_tokens)
 
 
 @dataclass(slots=True)
@@ -66,7 +79,7 @@ class Stepper:
     """Launches steps; never waits for one. Used on one thread, in inference mode.
 
     Args:
-        config: sections `cache` and `scheduler`.
+        config: sections `cache` and `scheduler`, and `engine.deterministic`.
         decoder: its weights on the device.
         device: where.
         make_ops: kernels.
@@ -97,7 +110,13 @@ class Stepper:
             self._results = Results(device, max_rows=max_rows)
             self._logits = torch.zeros(max_rows, model.vocab_size, dtype=torch.float32, device=device.device)
             self.memory: Final = self._make_memory(config, decoder, make_ops)
-            self._special = SpecialSampler(self._rows, self._ops, self._staging, vocab_size=model.vocab_size)
+            self._special = SpecialSampler(
+                self._rows,
+                self._ops,
+                self._staging,
+                vocab_size=model.vocab_size,
+                deterministic=config.engine.deterministic,
+            )
             self._inbox = Inbox(max_rows=max_rows, padding_row=self._rows.padding, device=device.device)
             if with_graphs:
                 self._graphs = DecodeGraphs(
@@ -340,7 +359,7 @@ class Stepper:
                 scales=scales,
             )
             self._ops = make_ops(decoder, memory, self._rows, max_step_tokens)
-            self._model = GpuModel(decoder, self._ops)
+            self._model = GpuModel(decoder, self._ops, deterministic=config.engine.deterministic)
             return memory
 
         use(2)

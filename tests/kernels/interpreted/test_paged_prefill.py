@@ -89,3 +89,45 @@ def test_where_a_chunk_is_cut_does_not_matter():
     assert part.shape == expected.shape
     assert error(part, expected) < 1e-5
     assert whole.shape[0] == 40
+
+
+@pytest.mark.parametrize("scales", [None, torch.tensor([0.5, 2.0])])
+def test_a_query_alone_gives_the_bits_that_it_gives_in_a_chunk(scales):
+    """What the deterministic mode rests on: tiles of positions that a query does not see change nothing of it."""
+    generator = torch.Generator().manual_seed(4)
+    queries, cached, heads, kv_heads, head_dim = 21, 30, 4, 2, 16
+    length = queries + cached
+    cache = {"num_kv_heads": kv_heads, "block_size": BLOCK, "head_dim": head_dim, "dtype": torch.float32}
+    k, v, tables = paged_cache([length], **cache, generator=generator)
+    q = torch.randn(queries, heads, head_dim, generator=generator)
+
+    def attend_to(rows, starts, lens):
+        out = torch.full_like(q[: starts[-1]], float("nan"))
+        plan = PrefillPlan(
+            max_tokens=queries, max_rows=queries, num_heads=heads, num_kv_heads=kv_heads, device="cpu",
+            tiling=PrefillTiling(block_m=32, block_n=16),
+        )  # fmt: skip
+        query_starts = torch.tensor(starts, dtype=torch.int32)
+        plan_prefill(plan, query_starts)
+        paged_prefill(
+            out, rows, k, v, tables, query_starts, torch.tensor(lens, dtype=torch.int32), plan, scale=0.25,
+            table_rows=torch.zeros(len(lens), dtype=torch.int32), k_scale=scales, v_scale=scales,
+        )  # fmt: skip
+        return out
+
+    whole = attend_to(q, [0, queries], [length])
+    alone = attend_to(q, list(range(queries + 1)), list(range(cached + 1, length + 1)))
+    assert torch.equal(whole, alone)
+    assert torch.equal(attend_to(q[:9], [0, 9], [cached + 9]), whole[:9])
+
+
+def test_a_query_of_a_row_without_length_gets_zeros():
+    out = torch.full((1, 2, 16), float("nan"))
+    plan = PrefillPlan(
+        max_tokens=1, max_rows=1, num_heads=2, num_kv_heads=2, device="cpu", tiling=PrefillTiling(32, 16)
+    )
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    plan_prefill(plan, starts)
+    k = v = torch.zeros(1, 2, BLOCK, 16)
+    paged_prefill(out, torch.ones(1, 2, 16), k, v, torch.zeros(1, 1, dtype=torch.int32), starts, lens, plan, scale=1.0)
+    assert not out.any()

@@ -1,0 +1,80 @@
+"""Rounding by row, and the product of one token in E4M3.
+
+The interpreter rounds float32 to E4M3 wrongly, so rows go to float32 here, where only the scale is applied, and what enters
+the product is exact in E4M3.
+"""
+
+import pytest
+import torch
+
+from pagewire_kernels import reference
+from pagewire_kernels.quantise import Fp8Rows, quantise, rms_norm_quantise, silu_mul_quantise
+from pagewire_kernels.vector_linear import vector_linear
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def rand():
+    generator = torch.Generator().manual_seed(6)
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def wide_rows(rows, n):
+    return Fp8Rows(torch.full((rows, n), NAN), torch.full((rows,), NAN))
+
+
+def agrees(out, expected):
+    scales = reference.quantise_rows(expected)[1]
+    torch.testing.assert_close(out.scales, scales)
+    torch.testing.assert_close(out.values, expected / scales[:, None], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [16, 24, 100])
+def test_each_row_has_its_scale(rand, n):
+    x, out = rand(4, 2 * n)[:, :n] * torch.tensor([[1.0], [100.0], [0.0], [1e-6]]), wide_rows(4, n)
+    quantise(out, x)
+    agrees(out, x)
+
+
+def test_a_norm_with_and_without_a_residual(rand):
+    x, weight, residual, out = rand(3, 24), rand(24), rand(3, 24), wide_rows(3, 24)
+    rms_norm_quantise(out, x, weight, 1e-3)
+    agrees(out, reference.rms_norm(x, weight, 1e-3))
+    total = x + residual
+    rms_norm_quantise(out, x, weight, 1e-3, residual)
+    torch.testing.assert_close(residual, total)
+    agrees(out, reference.rms_norm(total, weight, 1e-3))
+
+
+def test_a_gate(rand):
+    x, out = rand(3, 40), wide_rows(3, 20)
+    silu_mul_quantise(out, x)
+    agrees(out, reference.silu_mul(x))
+
+
+def test_rows_that_do_not_fit_are_refused(rand):
+    with pytest.raises(ValueError, match="do not fit"):
+        silu_mul_quantise(wide_rows(3, 20), rand(3, 20))
+    with pytest.raises(ValueError, match="scales"):
+        quantise(Fp8Rows(torch.empty(2, 4), torch.empty(3)), rand(2, 4))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("k", "n"), [(48, 6), (5000, 4)])
+def test_one_token(rand, k, n, gated):
+    if k > 4096 and gated:
+        pytest.skip("a gate's inputs stay in registers")
+    weight, scales = reference.quantise_rows(rand(2 * n if gated else n, k))
+    x = reference.quantise_rows(rand(1, k))[0].float() / 512  # exact, the largest a power of two times 448
+    out = torch.full((1, n), NAN)
+    vector_linear(out, x, weight, scales=scales, gated=gated)
+    expected = reference.linear_fp8(x, weight, scales)
+    torch.testing.assert_close(out, reference.silu_mul(expected) if gated else expected, rtol=1e-4, atol=1e-3)
+
+
+def test_scales_belong_to_the_weight(rand):
+    weight, scales = reference.quantise_rows(rand(4, 16))
+    for wrong in (None, scales[:3]):
+        with pytest.raises(ValueError, match="E4M3"):
+            vector_linear(torch.empty(1, 4), rand(1, 16), weight, scales=wrong)
