@@ -9,6 +9,7 @@ from typing import Final
 
 from pagewire.cli.flags import add_config_flags, add_struct_flags
 from pagewire.cli.parser import Parser
+from pagewire.cli.simulation_flags import add_simulation_flags
 from pagewire_transport.params import SamplingParams
 
 MODEL_HELP: Final = "a GGUF file, a model folder, or a hub id (ORG/NAME, ORG/NAME:FILE.gguf)"
@@ -21,6 +22,8 @@ _COMMANDS: Final = {
     "calibrate": "scales for KV in FP8, from a text",
     "info": "what a model file or folder holds",
     "keys": "make, list and revoke keys: of an HTTP server's users, and CURVE keys for ZeroMQ",
+    "simulate": "a trace or a load on modelled cards: latencies, hits and memory, without a GPU",
+    "plan": "how many streams a model on given cards holds, and which latencies they see",
     "demo": "serve the demo model, stream one answer, say how fast it was",
     "version": "the version of Pagewire",
 }
@@ -60,6 +63,18 @@ sampling flags are the defaults of lines that do not say. A line that is wrong i
 field. Run again after a stop, whatever the reason: what is answered is not asked again.
 
 exit codes: 0 all lines are answered · 1 some lines are errors, or it stopped half way · 2 wrong usage · 130 Ctrl-C
+""",
+    "simulate": """\
+  pagewire simulate --trace conversation.jsonl --model 70b --gpus 8 --weights fp8 --kv fp8 --picture run.svg
+  pagewire simulate --closed 64 --max-step-tokens 384
+  pagewire simulate --poisson 30 --seconds 120 --model ./my-model --json
+
+a trace is a CSV file with TIMESTAMP,ContextTokens,GeneratedTokens (Azure's), or JSON lines with timestamp (ms), input_length,
+output_length and, if prompts share prefixes, hash_ids: one id for each 512 tokens (Mooncake's).
+""",
+    "plan": """\
+  pagewire plan --model 8b --context 8192
+  pagewire plan --model ./my-model --gpus 8 --weights fp8 --kv fp8 --context 32768 --output 500 --ttft 2000
 """,
     "keys": """\
   pagewire keys new laptop                  shows the key, once
@@ -151,6 +166,8 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     of["info"].add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; a hub id is downloaded")
     of["demo"].add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask")
     _add_keys(of["keys"])
+    for name in ("simulate", "plan"):
+        add_simulation_flags(of[name], name)
     return top, of
 
 

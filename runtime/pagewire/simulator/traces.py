@@ -106,15 +106,20 @@ class ClosedLoop:
     """`streams` requests open at any time until `until_ns`.
 
     Args:
+        streams: clients.
+        until_ns: none is sent from then on.
+        spread_ns: the first requests come in this time, evenly.
         lengths: (prompt, output) tokens, in the order in which they are sent; endless.
         think_ns: between the end of a request and the next of the same client.
     """
 
-    def __init__(self, lengths: Iterator[tuple[int, int]], streams: int, until_ns: int, think_ns: int = 0) -> None:
+    def __init__(
+        self, lengths: Iterator[tuple[int, int]], streams: int, until_ns: int, think_ns: int = 0, spread_ns: int = 0
+    ) -> None:
         self._lengths = lengths
         self._until_ns = until_ns
         self._think_ns = think_ns
-        self._due = [0] * streams
+        self._due = [i * spread_ns // streams for i in range(streams)]
         self._number = 0
 
     def next_ns(self) -> int | None:
