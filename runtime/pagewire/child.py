@@ -5,7 +5,8 @@ The supervisor starts `python -m pagewire.engine.main --config-fd 5 --report-fd 
 - config fd: the whole configuration as JSON, then end of file. No pickle, nothing on the command line, no file to clean.
 - report fd: JSON lines from the child, one `Report` each: `loading` (stage, for the log), then `ready` or `failed`;
   `beat` from its loop once it is ready, so that a stuck process is told from an idle one; `failed` also when it ends for a
-  reason that it knows; `draining` once it was told to leave and knows for whom it waits.
+  reason that it knows; `draining` once it was told to leave and knows for whom it waits; `stop` when the server's owner
+  asked it to stop the whole server.
   It is also the lifeline: its read end closes when the parent dies, however that happens, and the child then leaves.
 
 The first thing that a child's `main` does, before it imports torch, is `leave_with_parent`.
@@ -38,7 +39,7 @@ _LONGEST_STALL: Final = 500
 class Report(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One line of the report pipe. Unknown fields are tolerated, so that a child may say more."""
 
-    event: Literal["loading", "ready", "beat", "failed", "draining"]
+    event: Literal["loading", "ready", "beat", "failed", "draining", "stop"]
     stage: str = ""
     """What is being done, for `loading`: `import`, `weights`, `warm-up`, …"""
     endpoint: str = ""

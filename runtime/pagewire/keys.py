@@ -108,6 +108,18 @@ class KeyFile:
                 self._keys, self.problem = KeySet(), error.message
         return self._keys.check(presented)
 
+    def reload(self) -> int:
+        """Read it whether it changed or not; how many keys it has.
+
+        Raises:
+            ConfigError: it is damaged, and takes nobody in.
+        """
+        self._seen = None
+        self.check("")
+        if self.problem is not None:
+            raise ConfigError(self.problem)
+        return len(self._keys)
+
     def _identity(self) -> tuple[int, int, int, int] | None:
         try:
             status = self.path.stat()

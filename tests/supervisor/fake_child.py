@@ -20,6 +20,7 @@ arguments = argparse.ArgumentParser()
 arguments.add_argument("--config-fd", type=int)
 arguments.add_argument("--report-fd", type=int)
 arguments.add_argument("--engine", default="")
+arguments.add_argument("--admin", default="")
 given = arguments.parse_args()
 leave_with_parent(given.report_fd)
 config = read_config(given.config_fd)
@@ -67,6 +68,8 @@ ready = {"event": "ready", "endpoint": config.server.bind, "model": "fake", "inf
 import msgspec  # noqa: E402
 
 os.write(given.report_fd, msgspec.json.encode(ready) + b"\n")
+if behaviour == "asks_to_stop":
+    reporter.send(Report(event="stop"))
 if behaviour == "die_later":
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)

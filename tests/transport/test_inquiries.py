@@ -9,7 +9,9 @@ import pytest
 from tests.server.bench import RawPeer, until
 from tests.transport.test_door import opened
 
+import pagewire_client
 from pagewire_transport.codec import decode_server, encode
+from pagewire_transport.errors import InvalidRequest, ProtocolError
 from pagewire_transport.files import Files
 from pagewire_transport.limits import MAX_FILE_PIECE
 from pagewire_transport.messages import (
@@ -130,3 +132,21 @@ async def test_the_admin_of_a_door_is_asked():
             peer.send(Drain())
             assert await peer.read() == AdminDone(what="drain", message="2 streams are open")
             assert handler.faults == []
+
+
+async def test_the_python_client_fetches_whole_files_and_notices_a_wrong_one():
+    files = Files({"tokenizer.json": DATA, "empty": b""})
+    async with opened(files=files) as (door, _), pagewire_client.connect(door.url) as client:
+        assert await client.file("tokenizer.json") == DATA
+        assert await client.file("empty") == b""
+        with pytest.raises(InvalidRequest) as caught:
+            await client.file("other")
+        assert caught.value.field == "name"
+        files._contents["tokenizer.json"] = DATA[:-1] + b"x"
+        with pytest.raises(ProtocolError):
+            await client.file("tokenizer.json")
+        assert (await client.load()).kv_blocks == 0
+        files._contents.clear()  # refused: the question is answered, and the next one is not mixed up with it
+        with pytest.raises(InvalidRequest):
+            await client.file("tokenizer.json")
+        assert await client.stats() == {}

@@ -28,6 +28,8 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a running server tells those who look for it."""
 
     url: str
+    admin: str = ""
+    """Where its owner may stop it."""
     model: str
     pid: int
     started: float

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from os import PathLike
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from pagewire_client.arguments import chat_source, prompt_size, prompt_source, sampling_params
 from pagewire_client.columns import runs, token_logprobs
+from pagewire_client.questions import Questions, listed
 from pagewire_client.state import StreamState
 from pagewire_client.stream import Stream
 from pagewire_transport.codec import convert
@@ -36,11 +36,15 @@ from pagewire_transport.messages import (
     ChatMessage,
     Done,
     Error,
+    FilePiece,
     Finish,
     Finished,
+    FromClient,
     FromServer,
     Generate,
+    GetLoad,
     GetStats,
+    Load,
     PromptLogprobs,
     Stats,
     Tokens,
@@ -114,7 +118,7 @@ class Client:
         self._loop = asyncio.get_running_loop()
         self._streams: dict[int, StreamState] = {}
         self._numbers = itertools.cycle(range(1, MAX_STREAM + 1))
-        self._asked_stats: deque[asyncio.Future[dict[str, float]]] = deque()
+        self._questions = Questions(self._ask)
         self._info: Welcome | None = None
         self._link = Link(url, client=name, on_message=self._on_message, on_lost=self._on_lost, curve=curve)
 
@@ -210,13 +214,32 @@ class Client:
         Raises:
             ConnectionLost: it did not answer in time.
         """
-        asked: asyncio.Future[dict[str, float]] = self._loop.create_future()
-        self._link.send(GetStats())
-        self._asked_stats.append(asked)
-        try:
-            return await asyncio.wait_for(asked, timeout_s)
-        except TimeoutError:
-            raise ConnectionLost(f"no answer from {self.url} after {timeout_s:g} s") from None
+        answer = await self._questions.ask(GetStats(), timeout_s)
+        return answer.values if isinstance(answer, Stats) else {}
+
+    async def load(self, timeout_s: float = 5.0) -> Load:
+        """How busy the server is.
+
+        Raises:
+            ConnectionLost: it did not answer in time.
+        """
+        answer = await self._questions.ask(GetLoad(), timeout_s)
+        if not isinstance(answer, Load):
+            raise ProtocolError("the server answered another question")
+        return answer
+
+    async def file(self, name: str, timeout_s: float = 5.0) -> bytes:
+        """A file of the server's tokenizer; `info.files` lists them.
+
+        Raises:
+            InvalidRequest: there is no such file.
+            ConnectionLost: a piece did not come in time.
+            ProtocolError: what came is not what was listed.
+        """
+        return await self._questions.file(listed(self.info.files, name), timeout_s)
+
+    def _ask(self, message: FromClient) -> None:
+        self._link.send(message)
 
     def _start(self, source: dict[str, Any], params: dict[str, Any], **rest: Any) -> Stream:
         checked = sampling_params(params)
@@ -263,11 +286,8 @@ class Client:
             self._on_tokens(message, now_ns)
         elif isinstance(message, Error):
             self._on_error(message)
-        elif isinstance(message, Stats):
-            if self._asked_stats:
-                asked = self._asked_stats.popleft()
-                if not asked.done():
-                    asked.set_result(message.values)
+        elif isinstance(message, Stats | Load | FilePiece):
+            self._questions.take(message)
         elif isinstance(message, Accepted | PromptLogprobs | Finished | Done):
             state = self._streams.get(message.stream)
             if state is not None:
@@ -311,7 +331,9 @@ class Client:
                 if error.field is not None and error.field.startswith("params."):
                     error.field = error.field.removeprefix("params.")  # as the caller wrote it
                 state.fail(error)
-        elif not isinstance(error, UnknownStream):  # a cancel may cross the stream's own end
+        elif not self._questions.take_refusal(message, error) and not isinstance(
+            error, UnknownStream
+        ):  # a cancel may cross the stream's own end
             _log.warning("%s: the server refused a message: %s", self.url, error)
 
     def _distrust(self, state: StreamState, error: ProtocolError) -> None:
@@ -327,7 +349,4 @@ class Client:
         streams, self._streams = self._streams, {}
         for state in streams.values():
             state.fail(error)
-        while self._asked_stats:
-            asked = self._asked_stats.popleft()
-            if not asked.done():
-                asked.set_exception(error)
+        self._questions.fail_all(error)

@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "keys": "make, list and revoke keys: of an HTTP server's users, and CURVE keys for ZeroMQ",
     "simulate": "a trace or a load on modelled cards: latencies, hits and memory, without a GPU",
     "plan": "how many streams a model on given cards holds, and which latencies they see",
+    "admin": "drain a running server, see its counters, or let it read its keys again",
     "demo": "serve the demo model, stream one answer, say how fast it was",
     "version": "the version of Pagewire",
 }
@@ -168,6 +169,10 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     _add_keys(of["keys"])
     for name in ("simulate", "plan"):
         add_simulation_flags(of[name], name)
+    of["admin"].add_argument("action", choices=("drain", "stats", "reload"), help="what to do")
+    of["admin"].add_argument(
+        "url", nargs="?", metavar="URL", help="of the server; default: your newest on this machine"
+    )
     return top, of
 
 

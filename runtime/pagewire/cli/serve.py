@@ -82,7 +82,7 @@ async def _serve(config: Config) -> int:
     except asyncio.CancelledError:
         if not received:
             raise
-    return received[0]
+    return received[0] if received else signal.SIGTERM  # the owner asked at the admin socket
 
 
 def _announce(server: Server) -> None:

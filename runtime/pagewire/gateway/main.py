@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config-fd", type=int, required=True, help="pipe with the configuration as JSON")
     parser.add_argument("--report-fd", type=int, required=True, help="pipe for reports to the parent")
     parser.add_argument("--engine", required=True, metavar="URL", help="where the engine listens, or will")
+    parser.add_argument("--admin", default="", metavar="URL", help="where the server's owner may stop it")
     given = parser.parse_args(arguments)
     leave_with_parent(given.report_fd)
     explain_crashes()
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Imported here and not above: from the first moment on the process must leave with its parent.
         from pagewire.gateway.process import run  # noqa: PLC0415
 
-        return run(config, given.engine, reporter)
+        return run(config, given.engine, reporter, given.admin)
     except (ModelError, ConfigError, msgspec.DecodeError) as error:
         reporter.failed(error)
         return 2

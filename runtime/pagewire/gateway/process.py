@@ -15,14 +15,18 @@ from pagewire.config import Config, ServerConfig
 from pagewire.curve_keys import server_curve
 from pagewire.errors import ConfigError, EngineLost, ModelError, PagewireError, UnsupportedFeature
 from pagewire.event_loop import run_loop, tame_collector
+from pagewire.gateway.admin import OwnersDesk
 from pagewire.gateway.gateway import Gateway
 from pagewire.gateway.http.server import HttpServer
 from pagewire.gateway.preparation import Preparation
+from pagewire.text.files import tokenizer_files
 from pagewire.text.text_model import TextModel
 from pagewire.text.tokenizer import load_text_model
 from pagewire_client.text.text_stream import TextStream
+from pagewire_transport.curve import ServerCurve
 from pagewire_transport.door import Door
 from pagewire_transport.endpoints import default_endpoint
+from pagewire_transport.files import Files
 from pagewire_transport.handler import DoorLimits
 from pagewire_transport.link import Link
 from pagewire_transport.messages import ChatMessage
@@ -37,8 +41,8 @@ _STATS_S: Final = 0.5
 _FRESH_IPC: Final = "ipc://*"
 
 
-def run(config: Config, engine_url: str, reporter: Reporter) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code.
+def run(config: Config, engine_url: str, reporter: Reporter, admin_url: str = "") -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. `admin_url`: where the owner's door is; "" for none.
 
     Raises:
         ModelError, ConfigError: the model's text or the address cannot be served.
@@ -47,7 +51,7 @@ def run(config: Config, engine_url: str, reporter: Reporter) -> int:
     text = _load_text(config)
     tame_collector()
     try:
-        return run_loop(_serve(config, engine_url, text, reporter))
+        return run_loop(_serve(config, engine_url, text, reporter, admin_url))
     finally:
         if text is not None and text.chat_renderer is not None:
             text.chat_renderer.close()
@@ -70,7 +74,7 @@ def _load_text(config: Config) -> TextModel | None:
     return text
 
 
-async def _serve(config: Config, engine_url: str, text: TextModel | None, reporter: Reporter) -> int:
+async def _serve(config: Config, engine_url: str, text: TextModel | None, reporter: Reporter, admin_url: str) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -85,10 +89,17 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         text_stream=None if text is None else lambda stops: TextStream(text.byte_table, stops),
     )
     # Open from the start: an address that cannot be had is told at once. Nobody is welcomed before the engine is there.
-    door = _open_door(config.server, gateway)
-
+    curve = server_curve(config.server)
+    door = _open_door(
+        config.server, gateway, curve, Files({} if text is None else tokenizer_files(config.model.path, text))
+    )
+    admin: Door | None = None
     try:
         http = await _open_http(config, gateway, preparation, text)
+        if admin_url:
+            reloads = _reloads(door, curve, http)
+            desk = OwnersDesk(config.server, gateway, stop=lambda: reporter.send(Report(event="stop")), reloads=reloads)
+            admin = desk.open(admin_url)
     except ConfigError:
         await door.close()
         raise
@@ -128,6 +139,8 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         if http is not None:
             await http.close()
         preparation.close()
+        if admin is not None:
+            await admin.close()
         await door.close()
         await link.close()
 
@@ -169,7 +182,25 @@ async def _open_http(
     return server
 
 
-def _open_door(config: ServerConfig, gateway: Gateway) -> Door:
+def _reloads(door: Door, curve: ServerCurve | None, http: HttpServer | None) -> dict[str, Callable[[], int]]:
+    """What `reload` reads again."""
+    reloads: dict[str, Callable[[], int]] = {}
+    if curve is not None:
+        allowed = curve.allowed
+
+        def reload_curve() -> int:
+            try:
+                return allowed.reload()
+            finally:
+                door.check_keys()
+
+        reloads["CURVE"] = reload_curve
+    if http is not None and http.keys is not None:
+        reloads["HTTP"] = http.keys.reload
+    return reloads
+
+
+def _open_door(config: ServerConfig, gateway: Gateway, curve: ServerCurve | None, files: Files) -> Door:
     """Listen where the configuration says; by default where clients look first, or at a fresh address if that is taken."""
     limits = DoorLimits(
         max_connections=config.max_connections,
@@ -181,10 +212,8 @@ def _open_door(config: ServerConfig, gateway: Gateway) -> Door:
     def on_fault(doing: str, error: Exception) -> None:
         _log.error("door_fault", doing=doing, exc_info=error)
 
-    curve = server_curve(config)
-
     def listen(url: str) -> Door:
-        return Door(url, handler=gateway, limits=limits, on_fault=on_fault, curve=curve)
+        return Door(url, handler=gateway, limits=limits, on_fault=on_fault, curve=curve, files=files)
 
     if config.bind:
         return listen(config.bind)

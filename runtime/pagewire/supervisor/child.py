@@ -49,6 +49,8 @@ class Child:
         self._ended_s: float | None = None
         self.on_draining: Callable[[int], None] = lambda num_streams: None  # noqa: ARG005
         """Told once it drains: how many streams are open."""
+        self.on_stop: Callable[[], None] = lambda: None
+        """Told that the server's owner asked it to stop the server."""
         self._ready: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(reports), name=f"reports of the {name}")
         self._ending = asyncio.create_task(self._wait(), name=f"end of the {name}")
@@ -232,6 +234,8 @@ class Child:
             self.stage = report.stage
         elif report.event == "draining":
             self.on_draining(report.streams)
+        elif report.event == "stop":
+            self.on_stop()
         elif report.event == "beat":
             self._num_beats += 1
             self._stall = report.stall

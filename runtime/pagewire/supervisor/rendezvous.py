@@ -3,6 +3,7 @@
     <random>/                        see `pagewire_transport.servers`, which reads them
         lock, server.json
         engine.sock                  where the gateway meets the engine
+        admin.sock                   where the owner may stop the server
 
 Beside the folders lie the sockets of gateways that took a fresh address; those of dead ones are swept likewise.
 """

@@ -84,10 +84,12 @@ class Server:
         self._modules = {"engine": engine_module, "gateway": gateway_module}
         self._base = base
         self._on_draining = on_draining
+        self.on_stop: Callable[[], None] = lambda: None
+        """Told that the owner asked at the admin socket to stop; `serve` does."""
         self._folder: ServerFolder | None = None
         self._socket: tuple[int, int] | None = None
         self._socket_pid = 0
-        self._behind = ""
+        self._behind = self._admin = ""
         self._engine = self._part("engine", self._launch_engine)
         self._gateway = self._part("gateway", self._launch_gateway)
 
@@ -125,7 +127,8 @@ class Server:
         self.url, self.model, self.info = gateway.endpoint, engine.model or gateway.model, engine.info
         self.http_url = str(gateway.info.get("http", ""))
         self._socket, self._socket_pid = _identity(self.url), self._children()[1].pid
-        self._folder.publish(ServerRecord(url=self.url, model=self.model, pid=os.getpid(), started=time.time()))
+        record = ServerRecord(url=self.url, admin=self._admin, model=self.model, pid=os.getpid(), started=time.time())
+        self._folder.publish(record)
 
     async def watch(self) -> str:
         """Keep both parts alive; returns why that is over.
@@ -232,12 +235,15 @@ class Server:
             if http := str(last.info.get("http", "")):  # with the port that was taken
                 address = http.removeprefix("http://").rstrip("/")
                 config = msgspec.structs.replace(config, http=msgspec.structs.replace(config.http, address=address))
-        child = await Child.start("gateway", self._modules["gateway"], config, ("--engine", self._behind))
+        child = await Child.start(
+            "gateway", self._modules["gateway"], config, ("--engine", self._behind, "--admin", self._admin)
+        )
         child.on_draining = self._on_draining
+        child.on_stop = lambda: self.on_stop()  # noqa: PLW0108  (it may be set later)
         return child
 
     async def _start_children(self, folder: ServerFolder) -> tuple[Report, Report]:
-        self._behind = folder.endpoint("engine")
+        self._behind, self._admin = folder.endpoint("engine"), folder.endpoint("admin")
         engine = await self._engine.start()
         await self._gateway.start()
         try:
@@ -279,11 +285,12 @@ def _identity(url: str) -> tuple[int, int] | None:
 
 
 async def serve(server: Server, *, stop: asyncio.Event, announce: Callable[[Server], None]) -> None:
-    """Run `server` until `stop` is set, then drain.
+    """Run `server` until `stop` is set, or its owner asks it to stop; then drain.
 
     Raises:
         PagewireError: it did not start, or a part died too often (`EngineFailed`).
     """
+    server.on_stop = stop.set
     stopping = asyncio.create_task(stop.wait(), name="stop")
     starting = asyncio.create_task(server.start(), name="start")
     try:

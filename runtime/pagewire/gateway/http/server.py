@@ -62,7 +62,8 @@ class HttpServer:
     ) -> None:
         self._host, self._port = _address(config)
         self._config = config
-        self._gate = Gate(KeyFile(config.api_key_file) if config.api_key_file else None)
+        self.keys = KeyFile(config.api_key_file) if config.api_key_file else None
+        self._gate = Gate(self.keys)
         self.meters = Meters()
         vocabulary = Vocabulary(None if text is None else text.byte_table)
         bodies = Bodies(config)
