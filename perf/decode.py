@@ -1,6 +1,7 @@
 """Decode on a card: what a client in another process sees, and what the card itself takes for a step.
 
     python perf/decode.py [--json] [--model 8b] [--streams 1 32 128 256 512] [--kernels] [--no-engine] [--no-card]
+                          [--deterministic]
 
 First the card alone: the worker's CUDA graphs replayed back to back over a pool of random KV (`card_step`; with `--kernels`
 also where that time goes). Then the whole way: an engine process, a client in this one over ZeroMQ, random weights,
@@ -18,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,13 @@ STEPS = 200
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the type of its KV.
+    """A model, and the types of its KV and weights.
 
     Attributes:
         name: of its cases in `targets.toml`, the streams left out.
         context: tokens of each prompt.
         vllm: vLLM 0.26 on one H200: streams → ITL p50 in ms, tokens a second.
+        quantization: of the layers' matrices.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Subject:
     kv_dtype: str
     context: int
     vllm: dict[int, tuple[float, int]]
+    quantization: str = "none"
 
     def case(self, streams: int) -> str:
         """As in `targets.toml`."""
@@ -75,14 +79,25 @@ SUBJECTS = {
     "slice70b": Subject(
         "slice70b bf16/fp8", SLICE_70B, "fp8", 1024, {1: (7.71, 129), 512: (22.7, 22_431)}
     ),
+    "8b-fp8": Subject(
+        "8b fp8/fp8", LLAMA_8B, "fp8", 512, {1: (3.51, 284), 128: (6.79, 18_781), 512: (18.1, 28_200)}, "fp8"
+    ),
+    "slice70b-fp8": Subject(
+        "slice70b fp8/fp8", SLICE_70B, "fp8", 1024,
+        {1: (6.28, 158), 64: (7.07, 9_004), 256: (12.5, 20_492), 512: (19.1, 22_606)}, "fp8",
+    ),
 }  # fmt: skip
 
 
-def config_of(folder: Path, *, max_rows: int, kv_bytes: int = 0, kv_dtype: str = "auto") -> Config:
+def config_of(
+    folder: Path, subject: Subject, *, max_rows: int, kv_bytes: int = 0, deterministic: bool = False
+) -> Config:
     """The model of random weights in `folder`, served on the card."""
     return from_mapping({
-        "model": {"path": str(folder), "load_format": "dummy", "device": "cuda", "max_model_len": 8192},
-        "cache": {"kv_bytes": kv_bytes, "kv_dtype": kv_dtype, "prefix_cache": False},
+        "model": {"path": str(folder), "load_format": "dummy", "device": "cuda", "max_model_len": 8192,
+                  "quantization": subject.quantization},
+        "cache": {"kv_bytes": kv_bytes, "kv_dtype": subject.kv_dtype, "prefix_cache": False},
+        "engine": {"deterministic": deterministic},
         "scheduler": {"max_rows": max_rows, "max_step_tokens": 8192},
         "server": {"bind": f"ipc://{folder}/engine.sock"},
     })  # fmt: skip
@@ -91,7 +106,9 @@ def config_of(folder: Path, *, max_rows: int, kv_bytes: int = 0, kv_dtype: str =
 # ---- the card alone ------------------------------------------------------------------------------------------------------
 
 
-def measure_card(report: Report, subject: Subject, folder: Path, streams: list[int], *, with_kernels: bool) -> None:
+def measure_card(
+    report: Report, subject: Subject, folder: Path, streams: list[int], *, with_kernels: bool, deterministic: bool
+) -> None:
     """Step times without scheduler and sockets, and what loading takes."""
     import torch
 
@@ -102,22 +119,28 @@ def measure_card(report: Report, subject: Subject, folder: Path, streams: list[i
     length = subject.context + STEPS // 2
     tokens = max(streams) * (length + 16) + 16
     config = config_of(
-        folder, max_rows=max(streams), kv_bytes=tokens * subject.kv_bytes_per_token, kv_dtype=subject.kv_dtype
+        folder,
+        subject,
+        max_rows=max(streams),
+        kv_bytes=tokens * subject.kv_bytes_per_token,
+        deterministic=deterministic,
     )
     device = CudaDevice()
     begun = time.perf_counter()
     with torch.inference_mode():
-        decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device)
+        decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device, keeps_fp8=True)
         torch.cuda.synchronize()
-        report.add(subject.name, "weights_ready", time.perf_counter() - begun, "s")
-        stepper = Stepper(config, decoder, device, triton_ops, with_graphs=True)
-        report.add(subject.name, "graphs_ready", time.perf_counter() - begun, "s")
+        name = subject.name + " deterministic" * deterministic
+        report.add(name, "weights_ready", time.perf_counter() - begun, "s")
+        stepper = Stepper(config, decoder, device, partial(triton_ops, deterministic=deterministic), with_graphs=True)
+        report.add(name, "graphs_ready", time.perf_counter() - begun, "s")
         for pool in (*stepper.memory.keys, *stepper.memory.values):  # zeros would be faster than what is real
             pool.copy_(torch.randn(pool.shape, dtype=torch.bfloat16, device=pool.device))
         torch.cuda.synchronize()
         for count in streams:
-            _measure_steps(report, stepper, subject.case(count), count, length, with_kernels=with_kernels)
-    report.add(subject.name, "memory_peak", torch.cuda.max_memory_reserved() / 2**30, "GiB")
+            case = subject.case(count) + ", deterministic" * deterministic
+            _measure_steps(report, stepper, case, count, length, with_kernels=with_kernels)
+    report.add(name, "memory_peak", torch.cuda.max_memory_reserved() / 2**30, "GiB")
     del stepper, decoder
     torch.cuda.empty_cache()
 
@@ -245,6 +268,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(SUBJECTS), default="8b", help="shape, and type of the KV")
     parser.add_argument("--streams", type=int, nargs="+", help="how many, a case each")
     parser.add_argument("--kernels", action="store_true", help="say where the card's time goes")
+    parser.add_argument("--deterministic", action="store_true", help="the card alone once more in that mode: its price")
     parser.add_argument("--no-card", action="store_true", help="the engine alone")
     parser.add_argument("--no-engine", action="store_true", help="the card alone")
     arguments = parser.parse_args()
@@ -255,10 +279,13 @@ def main() -> None:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(subject.model))
         if not arguments.no_card:
-            measure_card(report, subject, path, streams, with_kernels=arguments.kernels)
+            for deterministic in (False, True) if arguments.deterministic else (False,):
+                measure_card(
+                    report, subject, path, streams, with_kernels=arguments.kernels, deterministic=deterministic
+                )
         if not arguments.no_engine:
             begun = time.perf_counter()
-            config = config_of(path, max_rows=max(streams), kv_dtype=subject.kv_dtype)
+            config = config_of(path, subject, max_rows=max(streams))
             with engine_process(config) as ready:
                 report.add(subject.name, "engine_ready", time.perf_counter() - begun, "s")
                 import uvloop

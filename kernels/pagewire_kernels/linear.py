@@ -39,7 +39,7 @@ def choose(
         wide: float32 outputs.
         fp8: x and weights in E4M3.
     """
-    kind = ("fp8 " if fp8 else "") + ("gated" if gated else "wide" if wide else "")
+    kind = ("fp8 gated" if gated else "fp8") if fp8 else "gated" if gated else "wide" if wide else ""
     bucket = max(16, 1 << (num_tokens - 1).bit_length())
     row = linear_table.TABLE.get((n, k, kind, bucket))
     return None if row is None else Tiling(*row)

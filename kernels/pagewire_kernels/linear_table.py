@@ -1,6 +1,7 @@
 """The tilings that measured best on an H200, where they were faster than cuBLAS there. Written by `perf/gemm.py --tune`.
 
-A key is (outputs, inputs, kind, most tokens), kind being "gated", "wide" for float32 outputs, or "". A value holds the fields of
+A key is (outputs, inputs, kind, most tokens), kind being "gated", "wide" for float32 outputs, or "";
+in E4M3 "fp8" or "fp8 gated" (`perf/gemm_fp8.py --tune`). A value holds the fields of
 `linear_hopper.Tiling`.
 """
 

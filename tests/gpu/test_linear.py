@@ -80,7 +80,7 @@ def test_outputs_that_fill_no_whole_tile(scratch):
 def cases():
     from pagewire_kernels.linear_table import TABLE
 
-    return list(TABLE)
+    return [key for key in TABLE if "fp8" not in key[2]]
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

@@ -9,6 +9,10 @@ from tests.models.gguf_files import write
 from pagewire.cli import info
 
 
+def asked(path, kv_bytes=2**30, tokens=0):
+    return argparse.Namespace(model=str(path), kv_bytes=kv_bytes, tokens=tokens)
+
+
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
 @pytest.mark.parametrize(
     ("family", "lines"),
@@ -40,8 +44,23 @@ def test_info(tmp_path, capsys, family, lines, kind):
     if kind == "gguf":
         path = tmp_path / "model.gguf"
         write(path, model)
-    assert info.run(argparse.Namespace(model=str(path))) == 0
+    assert info.run(asked(path)) == 0
     out = " ".join(capsys.readouterr().out.split())
     for line in lines:
         assert " ".join(line.split()) in out
     assert ("soft caps" in out) == (family == "gemma2")
+
+
+def test_capacity_is_counted_in_whole_blocks_beside_the_null_block_and_scales(tmp_path, capsys):
+    model = save_family("llama", tmp_path)
+    config = model.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
+    assert info.run(asked(tmp_path, kv_bytes=101 * 16 * per_token, tokens=33)) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["KV in bf16"].strip().startswith("1,600 tokens in ")
+    assert lines["KV in bf16"].endswith(": 33 streams of 33"), "of three blocks each"
+    # Twice the blocks, less the null block, less one that the scales take.
+    assert lines["KV in fp8"].strip().startswith("3,200 tokens in ")
+    assert lines["KV in fp8"].endswith(": 66 streams of 33")
+    assert info.run(asked(tmp_path, kv_bytes=1)) == 0
+    assert ": 0 streams" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from typing import Final
 from pagewire.cli.flags import add_config_flags, add_struct_flags
 from pagewire.cli.parser import Parser
 from pagewire.cli.simulation_flags import add_simulation_flags
+from pagewire.sizes import parse_size
 from pagewire_transport.params import SamplingParams
 
 MODEL_HELP: Final = "a GGUF file, a model folder, or a hub id (ORG/NAME, ORG/NAME:FILE.gguf)"
@@ -165,6 +166,14 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     )
     of["calibrate"].add_argument("--out", metavar="FILE", type=Path, help="default: the model's name + .kv-scales.json")
     of["info"].add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; a hub id is downloaded")
+    of["info"].add_argument("--kv-bytes", type=_size, default=2**30, metavar="SIZE", help="of KV memory; default: 1GiB")
+    of["info"].add_argument(
+        "--tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of a stream, prompt and output; default: the model's context",
+    )
     of["demo"].add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask")
     _add_keys(of["keys"])
     for name in ("simulate", "plan"):
@@ -213,3 +222,10 @@ def _add_keys(command: Parser) -> None:
         type=Path,
         help="the file of keys (default: ~/.config/pagewire/keys.jsonl; curve-NAME.key, curve-allowed.jsonl there)",
     )
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -7,12 +7,16 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pagewire.cli.model_check import check_gguf, check_has_weights, check_model, gguf_file, read_json
 from pagewire.cli.model_path import model_path
+from pagewire.config import CacheConfig
 from pagewire.gguf_header import read_header
 from pagewire.models.config import DecoderConfig
+
+_BLOCK: Final = CacheConfig().block_size
+_SCALE_BYTES: Final = 4
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -25,10 +29,25 @@ def run(namespace: argparse.Namespace) -> int:
         header = read_header(file)
         facts, check = _gguf_facts(file, header.metadata), partial(check_gguf, file, header)
     try:
-        facts |= _decoder_facts(check())
+        config = check()
+        facts |= _decoder_facts(config) | _capacity(config, namespace)
     finally:
         _print(facts)
     return 0
+
+
+def _capacity(config: DecoderConfig, namespace: argparse.Namespace) -> dict[str, str]:
+    """What so many bytes of KV hold, in whole blocks; one of them belongs to nobody."""
+    facts = {}
+    length = min(namespace.tokens or config.max_positions, config.max_positions)
+    for name, itemsize in (("bf16", 2), ("fp8", 1)):
+        scales = 2 * config.num_layers * config.num_kv_heads * _SCALE_BYTES if itemsize == 1 else 0
+        blocks = max(0, namespace.kv_bytes - scales) // config.kv_bytes(_BLOCK, itemsize) - 1
+        streams = max(0, blocks) // -(-length // _BLOCK)
+        facts[f"KV in {name}"] = (
+            f"{max(0, blocks) * _BLOCK:,} tokens in {namespace.kv_bytes / 2**30:g} GiB: {streams:,} streams of {length:,}"
+        )
+    return facts
 
 
 def _decoder_facts(config: DecoderConfig) -> dict[str, str]:

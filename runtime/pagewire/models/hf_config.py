@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pagewire.errors import ModelError
-from pagewire.models import fp8_layouts
+from pagewire.models import fp8_config
 from pagewire.models.config import ROPE_TYPES, Activation, DecoderConfig, LayerConfig, RopeConfig
 from pagewire.models.fields import flag, positive, positive_or_none, refuse, shown, table, whole
 
@@ -68,7 +68,7 @@ def from_hf(values: Mapping[str, Any]) -> DecoderConfig:
         raise ModelError(f"architecture {shown(architecture)} is not supported; supported: {', '.join(ARCHITECTURES)}")
     values = {**_DEFAULTS[architecture], **values}
     gemma = architecture.startswith("gemma")
-    fp8_layouts.check(values.get("quantization_config"))
+    fp8_config.check(values.get("quantization_config"))
     for key in ("num_local_experts", "num_experts"):
         refuse(values, key, None, (None,))
     refuse(values, "use_bidirectional_attention", False, (False, None))

@@ -25,11 +25,16 @@ _NARROW: Final = PrefillTiling(block_m=64, block_n=64, num_warps=4)
 """Of KV in 8 bits: a decoding row fills few rows of a tile, so tiles are small."""
 
 
+def tiling_for(kv_dtype: torch.dtype) -> PrefillTiling:
+    """Of all attention, whatever the step."""
+    return _NARROW if kv_dtype.itemsize == 1 else LONG
+
+
 class FixedOps(TritonOps):
     """See above."""
 
     def __init__(self, decoder: Decoder, memory: GpuKV, rows: GpuRows, *, max_step_tokens: int) -> None:
-        tiling = _NARROW if memory.keys[0].itemsize == 1 else LONG
+        tiling = tiling_for(memory.keys[0].dtype)
         super().__init__(decoder, memory, rows, max_step_tokens=max_step_tokens, prefill_tiling=tiling)
         config, device = decoder.config, rows.last_token.device
         self._dependent = False

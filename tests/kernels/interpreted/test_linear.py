@@ -13,12 +13,14 @@ from pagewire_kernels.linear_table import PROGRAMS, TABLE
 def test_a_row_of_the_table_can_be_launched(key):
     n, _, kind, bucket = key
     tiling = Tiling(*TABLE[key])
-    sides = 2 if kind == "gated" else 1
+    sides, itemsize = 2 if "gated" in kind else 1, 1 if "fp8" in kind else 2
     assert tiling.block_m == bucket <= MOST_TOKENS
     assert tiling.block_n % (64 * tiling.consumers) == 0
     assert sides * tiling.block_n * bucket // tiling.consumers <= 16_384  # 128 registers a thread for sums
     staged = kind != "wide" and not tiling.scatter
-    fitting = stages_that_fit(tiling.block_n, bucket, tiling.block_k, gated=kind == "gated", staged=staged, most=99)
+    fitting = stages_that_fit(
+        tiling.block_n, bucket, tiling.block_k, gated=sides == 2, staged=staged, most=99, itemsize=itemsize
+    )
     assert 2 <= tiling.stages <= fitting
     assert 0 < tiling.programs <= PROGRAMS
     if tiling.scatter:  # one piece of one tile each, all at once
@@ -28,7 +30,7 @@ def test_a_row_of_the_table_can_be_launched(key):
 
 def test_tokens_are_rounded_up_to_the_next_row_of_the_table():
     n, k, kind, bucket = next(key for key in TABLE if key[3] == 64)
-    given = {"gated": kind == "gated", "wide": kind == "wide"}
+    given = {"gated": "gated" in kind, "wide": kind == "wide", "fp8": "fp8" in kind}
     assert choose(n, k, 33, **given) == choose(n, k, 64, **given) == Tiling(*TABLE[n, k, kind, bucket])
     assert choose(n, k, 2, **given) == choose(n, k, 16, **given)
     assert choose(n, k, 257, **given) is None

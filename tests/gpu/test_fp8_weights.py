@@ -1,0 +1,153 @@
+"""Weights in E4M3 on the card: rounding kernels, products of one and of many tokens, each way of cutting them."""
+
+import pytest
+import torch
+from tests.kernels.oracle import error
+
+from pagewire_kernels import reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a card with FP8"
+    ),
+]
+BOUND = 1e-2
+# block_n, block_m, block_k, stages, consumers, programs, scatter, lag
+TILINGS = {
+    "whole tiles": (64, 64, 128, 8, 1, 12, 0, 0),
+    "two groups": (128, 64, 128, 4, 2, 6, 0, 1),
+    "parts of one tile": (64, 64, 256, 4, 1, 48, 0, 0),
+    "a line of units": (64, 64, 128, 4, 1, 31, 0, 1),
+    "several tiles each": (64, 128, 128, 6, 1, 5, 0, 0),
+    "added together": (64, 64, 128, 4, 1, 48, 4, 0),
+    "added together by two groups": (128, 64, 128, 4, 2, 24, 4, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def scratch():
+    from pagewire_kernels.linear_hopper import LinearScratch
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9")
+    return LinearScratch("cuda")
+
+
+def inputs(m, n, k, *, gated=False):
+    """x in bf16, weight and scales, and the product of what both are rounded to."""
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    weight, scales = reference.quantise_rows(torch.randn(2 * n if gated else n, k, device="cuda") * k**-0.5)
+    expected = reference.linear_fp8(x, weight, scales)
+    torch.cuda.synchronize()  # weights are read before the kernel before has ended
+    return x, weight, scales, reference.silu_mul(expected) if gated else expected
+
+
+@pytest.mark.parametrize("n", [576, 4096, 14336])
+@pytest.mark.parametrize("dependent", [False, True])
+def test_rows_are_rounded_as_by_the_oracle(n, dependent):
+    from pagewire_kernels.quantise import empty_rows, quantise, rms_norm_quantise, silu_mul_quantise
+
+    x = (
+        torch.randn(7, n, device="cuda", dtype=torch.bfloat16)
+        * torch.logspace(-3, 3, 7, device="cuda")[:, None].bfloat16()
+    )
+    x[2] = 0
+    weight, residual = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((n,), (7, n)))
+    total = (x.float() + residual.float()).bfloat16()
+    gate_up = torch.randn(7, 2 * n, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    outs = [empty_rows((7, n), x.device) for _ in range(4)]
+    quantise(outs[0], x, dependent=dependent)
+    rms_norm_quantise(outs[1], x, weight, 1e-5, dependent=dependent)
+    rms_norm_quantise(outs[2], x, weight, 1e-5, residual, dependent=dependent)
+    silu_mul_quantise(outs[3], gate_up, dependent=dependent)
+    assert torch.equal(residual, total)
+    expected = [
+        x.float(),
+        reference.rms_norm(x.float(), weight.float(), 1e-5),
+        reference.rms_norm(total.float(), weight.float(), 1e-5),
+        reference.silu_mul(gate_up.float()),
+    ]
+    for out, wide in zip(outs, expected, strict=True):
+        values, scales = reference.quantise_rows(wide)
+        torch.testing.assert_close(out.scales, scales, rtol=1e-5, atol=0)
+        assert (out.values.float() != values.float()).float().mean() < 1e-3, "sums were taken in another order"
+
+
+@pytest.mark.parametrize("m", [1, 5, 300])
+@pytest.mark.parametrize(("n", "k"), [(768, 576), (4096, 4096)])
+def test_the_library_multiplies_by_both_scales(m, n, k):
+    from pagewire_kernels.linear import gated_fp8, linear_fp8
+    from pagewire_kernels.quantise import Fp8Rows, empty_rows
+
+    x, weight, scales, expected = inputs(m, n, k)
+    rows = Fp8Rows(*reference.quantise_rows(x))
+    assert error(linear_fp8(rows, weight, scales, None, dtype=torch.bfloat16), expected) < BOUND
+    x, weight, scales, expected = inputs(m, n, k, gated=True)
+    rows, out = Fp8Rows(*reference.quantise_rows(x)), empty_rows((m, n), x.device)
+    gated_fp8(out, rows, weight, scales, None)
+    assert error(reference.dequantise_rows(out.values, out.scales), expected) < 0.04, "rounded to three bits"
+
+
+@pytest.mark.parametrize("name", TILINGS)
+@pytest.mark.parametrize("m", [1, 17, 64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_each_way_of_cutting_gives_the_product_and_always_the_same(scratch, name, m, gated):
+    from pagewire_kernels.linear_hopper import Tiling, launch
+
+    tiling = Tiling(*TILINGS[name])
+    if gated and tiling.block_m > 64 and tiling.consumers == 1:
+        pytest.skip("more sums than registers")
+    x, weight, scales, expected = inputs(m, 768, 2176, gated=gated)  # 17 units of 128: cuts are uneven
+    values, x_scales = reference.quantise_rows(x)
+    outs = [torch.full((m, 768), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    torch.cuda.synchronize()
+    for out in outs:
+        launch(out, values, weight, scratch, tiling, scales=(x_scales, scales), gated=gated)
+    assert error(outs[0], expected) < BOUND
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert not scratch.flags.any()
+
+
+def cases():
+    from pagewire_kernels.linear_table import TABLE
+
+    return [key for key in TABLE if "fp8" in key[2]]
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_each_row_of_the_table(scratch, case):
+    from pagewire_kernels.linear_hopper import Tiling, launch
+    from pagewire_kernels.linear_table import TABLE
+
+    n, k, kind, bucket = case
+    x, weight, scales, expected = inputs(bucket - 3, n, k, gated="gated" in kind)
+    values, x_scales = reference.quantise_rows(x)
+    out = torch.full((bucket - 3, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    launch(out, values, weight, scratch, Tiling(*TABLE[case]), scales=(x_scales, scales), gated="gated" in kind)
+    assert error(out, expected) < BOUND
+
+
+@pytest.mark.parametrize(("n", "k", "norm", "gated"), [
+    (6144, 4096, True, False), (4096, 4096, False, False), (14336, 4096, True, True), (4096, 14336, False, False),
+    (960, 576, True, False), (1280, 8192, True, False), (8192, 3584, False, False),
+])  # fmt: skip
+@pytest.mark.parametrize("dependent", [False, True])
+def test_one_token(n, k, norm, gated, dependent):
+    from pagewire_kernels.vector_linear import vector_linear
+
+    x, weight, scales, expected = inputs(1, n, k, gated=gated)
+    given = {}
+    if norm:
+        residual, total = torch.randn_like(x), torch.empty_like(x)
+        given = {"norm": torch.randn(k, device="cuda").bfloat16(), "residual": residual, "residual_out": total}
+        wide = reference.rms_norm((x.float() + residual.float()).bfloat16().float(), given["norm"].float(), 1e-5)
+        expected = reference.linear_fp8(wide, weight, scales)
+        expected = reference.silu_mul(expected) if gated else expected
+    out = torch.full((1, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    vector_linear(out, x, weight, scales=scales, eps=1e-5, gated=gated, dependent=dependent, **given)
+    assert error(out, expected) < BOUND
