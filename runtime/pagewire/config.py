@@ -91,6 +91,24 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
     max_preemptions: Annotated[
         int, msgspec.Meta(ge=1, description="after so many preemptions a sequence is not chosen again")
     ] = 3
+    ttft_target_ms: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0,
+            le=1e7,
+            description="promised time to the first token; 0: none. What a queue makes impossible is refused at once",
+            extra={"flags": ("--ttft-target",)},
+        ),
+    ] = 0.0
+    itl_target_ms: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0,
+            le=1e6,
+            description="promised time between two tokens of a stream; 0: none. Prompts are computed in the time it leaves",
+            extra={"flags": ("--itl-target",)},
+        ),
+    ] = 0.0
     overlap: Annotated[bool, msgspec.Meta(description="plan one step ahead of the worker")] = True
     seed: Annotated[
         int, msgspec.Meta(ge=0, description="seeds the draw of missing request seeds; 0: from the system")

@@ -327,7 +327,7 @@ class TestFaults:
         scheduler = harness.scheduler
         assert not scheduler._live
         assert not scheduler.prefixes._producers
-        assert len(scheduler.waiting._heap) == 0
+        assert scheduler.waiting.num_clients == 0
         assert scheduler._slots._next <= 2
 
 

@@ -41,15 +41,24 @@ class PagewireError(Exception):
         message: one sentence that says what is wrong and, where possible, what to do.
         field: the offending field, dotted (`params.temperature`), or None.
         retry_after_ms: when to try again, or None where trying again cannot help.
+        predicted_ttft_ms: of a request that was refused since it would have waited too long: how long.
     """
 
     code: ClassVar[str] = "error"
 
-    def __init__(self, message: str, *, field: str | None = None, retry_after_ms: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_ms: int | None = None,
+        predicted_ttft_ms: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after_ms = retry_after_ms
+        self.predicted_ttft_ms = predicted_ttft_ms
 
     def __str__(self) -> str:
         """The message, led by the field where there is one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,29 @@ class Namespace:
 
 
 @dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client wants of time, in milliseconds from the request's arrival. None: what the server promises; 0: nothing.
+
+    Attributes:
+        ttft_ms: until the first token.
+        itl_ms: between two tokens.
+        deadline_ms: until the end; beyond it the request ends with an error.
+    """
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    deadline_ms: float | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Something is asked for."""
+        return bool(self.ttft_ms or self.itl_ms or self.deadline_ms)
+
+
+NO_WISHES: Final = Wishes()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What was asked, after admission checks.
 
@@ -35,6 +59,7 @@ class Request:
         params: `max_tokens` and `seed` are resolved (not None).
         arrival_ns: by the engine's clock.
         output_ids: of each of `n` sequences, what another engine generated before; () for a request that is new.
+        client: who asks, for fair shares: requests of one client share what is one client's.
     """
 
     request_id: str
@@ -44,6 +69,8 @@ class Request:
     priority: int = 0
     namespace: Namespace = field(default_factory=Namespace)
     output_ids: tuple[TokenArray, ...] = ()
+    wishes: Wishes = NO_WISHES
+    client: str = ""
 
     @property
     def max_tokens(self) -> int:

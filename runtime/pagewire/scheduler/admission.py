@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagewire.cache.lease import Match
 from pagewire.config import SchedulerConfig
-from pagewire.request.request import Request
+from pagewire.request.request import Request, TokenArray
 from pagewire.scheduler.batch import Batch
 from pagewire.scheduler.departures import Departures
 from pagewire.scheduler.draft import Draft
 from pagewire.scheduler.memory import KvMemory
+from pagewire.scheduler.pacing import Pacer
+from pagewire.scheduler.prefix_waits import PrefixWaits
+from pagewire.scheduler.promises import Promises
 from pagewire.scheduler.sequence import Sequence, SequenceState
 from pagewire.scheduler.victims import choose_victim
-from pagewire.scheduler.waiting import PrefixWaits, WaitingQueue
+from pagewire.scheduler.waiting import WaitingQueue
 
 WATERMARK = 0.01
 """Share of the pool that admission leaves to running sequences: without it a newcomer is preempted in the next step."""
@@ -28,6 +32,8 @@ class Admission:
         waiting: WaitingQueue,
         prefixes: PrefixWaits,
         departures: Departures,
+        pacer: Pacer,
+        promises: Promises,
         config: SchedulerConfig,
     ) -> None:
         self._batch = batch
@@ -35,11 +41,14 @@ class Admission:
         self._waiting = waiting
         self._prefixes = prefixes
         self._departures = departures
+        self._pacer = pacer
+        self._promises = promises
         self._config = config
         self._watermark = int(memory.num_usable * WATERMARK)
         self._refused: tuple[int, int, int] | None = None
         self.num_hit_tokens = 0
         self.num_prompt_tokens = 0
+        self.num_recomputed_tokens = 0
 
     def num_blocks_to_start(self, request: Request) -> int:
         """Blocks that a request needs before its first token: its prompt, and a partial tail for each follower."""
@@ -51,11 +60,26 @@ class Admission:
         """Sequences that waited long enough for somebody else's prefix go back to the queue."""
         self._departures.wake(self._prefixes.expired(step))
 
+    def most_urgent(self, now_ns: int) -> Sequence | None:
+        """The first of the queue, where something is promised: first who can still be in time."""
+        while (sequence := self._waiting.peek()) is not None:
+            if not self._promises.let_others_go(sequence, now_ns):
+                break
+        return sequence
+
     def admit_next(self, step: int, now_ns: int, draft: Draft) -> Sequence | None:
         """Place the first waiting sequence with all blocks of its known tokens; None where it must wait."""
-        while (sequence := self._waiting.peek()) is not None:
+        sequence = self._admit(step, now_ns, draft)
+        self._promises.is_blocked = sequence is None and len(self._waiting) > 0
+        return sequence
+
+    def _admit(self, step: int, now_ns: int, draft: Draft) -> Sequence | None:
+        pacer = self._pacer
+        while (sequence := self.most_urgent(now_ns) if pacer.is_active else self._waiting.peek()) is not None:
             if self._batch.num_free_rows - self._departures.num_reserved_rows < 1 + len(sequence.followers):
                 self._preempt_for(sequence, draft)
+                return None
+            if pacer.is_active and not pacer.has_room_for(sequence, self._departures.prefilling):
                 return None
             stamp = (sequence.order, self._memory.num_available, self._memory.tree.version)
             if stamp == self._refused:
@@ -70,21 +94,27 @@ class Admission:
                 self._waiting.remove(sequence)
                 self._prefixes.hold(sequence, producer, step)
                 continue
-            blocks = self._memory.acquire(sequence, match)
-            num_tails = len(sequence.followers) if known.size % self._memory.block_size else 0
-            need = self._memory.blocks_for(known.size) - blocks.size
-            if not self._can_spare(sequence, need + num_tails):
-                self._memory.release(sequence, known[:0], blocks)
-                self._refused = (sequence.order, self._memory.num_available, self._memory.tree.version)
-                self._preempt_for(sequence, draft)
-                return None
-            fresh = self._memory.try_take(need + num_tails)
-            assert fresh is not None
-            self._place(sequence, np.concatenate([blocks, fresh[:need]]), blocks.size, draft, now_ns)
-            sequence.fork_blocks = fresh[need:]
-            self._prefixes.begin(sequence, known)
-            return sequence
+            if self._take_blocks(sequence, known, match, draft, now_ns):
+                self._prefixes.begin(sequence, known)
+                return sequence
+            return None
         return None
+
+    def _take_blocks(self, sequence: Sequence, known: TokenArray, match: Match, draft: Draft, now_ns: int) -> bool:
+        """Blocks for what is known of it, and a row; or nothing."""
+        blocks = self._memory.acquire(sequence, match)
+        num_tails = len(sequence.followers) if known.size % self._memory.block_size else 0
+        need = self._memory.blocks_for(known.size) - blocks.size
+        if not self._can_spare(sequence, need + num_tails):
+            self._memory.release(sequence, known[:0], blocks)
+            self._refused = (sequence.order, self._memory.num_available, self._memory.tree.version)
+            self._preempt_for(sequence, draft)
+            return False
+        fresh = self._memory.try_take(need + num_tails)
+        assert fresh is not None
+        self._place(sequence, np.concatenate([blocks, fresh[:need]]), blocks.size, draft, now_ns)
+        sequence.fork_blocks = fresh[need:]
+        return True
 
     def _place(self, sequence: Sequence, blocks: np.ndarray, num_hit: int, draft: Draft, now_ns: int) -> None:
         self._waiting.remove(sequence)
@@ -98,13 +128,17 @@ class Admission:
             self.num_hit_tokens += hit
             self.num_prompt_tokens += sequence.num_prompt
         else:
-            sequence.num_recomputed += int(self._batch.num_known[row]) - hit
+            recomputed = int(self._batch.num_known[row]) - hit
+            sequence.num_recomputed += recomputed
+            self.num_recomputed_tokens += recomputed
         if sequence.first_scheduled_ns is None:
             sequence.first_scheduled_ns = now_ns
         sequence.state = SequenceState.PREFILLING
         sequence.is_proven = False
         self._departures.num_reserved_rows += len(sequence.followers)
         self._departures.prefilling.append(sequence)
+        if self._pacer.is_active:
+            self._waiting.charge(sequence.share, int(self._batch.num_known[row]) - hit)
 
     def _can_spare(self, sequence: Sequence, need: int) -> bool:
         """Whether `need` blocks may go to `sequence`, the running ones considered."""
@@ -123,6 +157,8 @@ class Admission:
 
     def _preempt_for(self, sequence: Sequence, draft: Draft) -> None:
         """A waiting sequence of higher priority takes the place of one of lower priority, never of an equal."""
+        if min(self._batch.num_by_priority, default=0) >= sequence.request.priority:
+            return  # nobody to take a place of: no need to look at every row
         if self._departures.num_promised_blocks:
             return  # one at a time: what is on its way may suffice
         victim = choose_victim(self._batch, sequence, self._config.max_preemptions)

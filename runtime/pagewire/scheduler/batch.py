@@ -69,12 +69,14 @@ class Batch:
         self.limit = np.zeros(max_rows, np.int32)
         self.epoch = np.zeros(max_rows, np.int32)
         self.slot = np.zeros(max_rows, np.int32)
+        self.itl_ns = np.full(max_rows, np.inf)
         self.decodes = np.zeros(max_rows, np.bool_)  # changed by `set_decodes` alone
         self._decode_set: DecodeSet | None = None
         self.headroom = NO_LIMIT  # steps in which no decoding row can reach its limit
         self.sequences: list[Sequence | None] = [None] * max_rows
         # Lowest row first: a small batch stays at the front of every array.
         self.num_placed = 0
+        self.num_by_priority: dict[int, int] = {}  # placed ones
         self.num_departures = 0
         self._high = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -129,10 +131,13 @@ class Batch:
         self.num_known[row] = known.size
         self.limit[row] = sequence.limit
         self.slot[row] = sequence.slot
+        self.itl_ns[row] = sequence.itl_ns
         self.sequences[row] = sequence
         sequence.row = row
         sequence.num_known = self.num_known
         self.num_placed += 1
+        priority = sequence.request.priority
+        self.num_by_priority[priority] = self.num_by_priority.get(priority, 0) + 1
         return row
 
     def append_blocks(self, row: int, blocks: Int32Array) -> None:
@@ -176,6 +181,10 @@ class Batch:
         self.epoch[row] += 1
         self.num_departures += 1
         self.num_placed -= 1
+        priority = sequence.request.priority
+        self.num_by_priority[priority] -= 1
+        if not self.num_by_priority[priority]:
+            del self.num_by_priority[priority]
         return sequence
 
     def vacate(self, row: int) -> None:
@@ -189,7 +198,9 @@ class Batch:
         """Raise AssertionError where the arrays contradict one another."""
         free = set(self._free_rows)
         assert len(free) == len(self._free_rows)
-        assert self.num_placed == sum(sequence is not None for sequence in self.sequences)
+        placed = [sequence.request.priority for sequence in self.sequences if sequence is not None]
+        assert self.num_placed == len(placed)
+        assert self.num_by_priority == {priority: placed.count(priority) for priority in placed}
         for row, sequence in enumerate(self.sequences):
             if sequence is None:
                 assert not self.decodes[row], row

@@ -49,7 +49,8 @@ _HUBER: Final = 3.0
 """Errors beyond so many times the median error count linearly."""
 _SPREAD_MIN: Final = 0.005
 _MARGIN_MAX: Final = 0.5
-_MARGIN_QUANTILE: Final = 0.95
+_MARGIN_QUANTILE: Final = 0.99
+_MARGIN_STEP: Final = 0.005
 _COORDINATES: Final = 3
 """Moved to their optimum by each step."""
 _RESCALE_AT: Final = (5, 15)
@@ -174,14 +175,23 @@ class CostModel:
 
     Args:
         prior: where nothing was seen yet.
-        buckets: token counts that steps are padded to, ascending; beyond the last, or without any, nothing is padded.
+        buckets: token counts that steps without prefill are padded to, ascending; beyond the last, or without any,
+            nothing is padded.
+        mixed_buckets: those of steps with prefill; None: the same.
     """
 
-    def __init__(self, prior: Coefficients = PRIOR, *, buckets: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        prior: Coefficients = PRIOR,
+        *,
+        buckets: tuple[int, ...] = (),
+        mixed_buckets: tuple[int, ...] | None = None,
+    ) -> None:
         assert len(prior.values) == _NUM
         assert min(prior.values) >= 0
         assert prior.values[0] > 0
         self._buckets = buckets
+        self._mixed_buckets = buckets if mixed_buckets is None else mixed_buckets
         self._knot = prior.knot
         self._theta: _Vector = np.array(prior.values, np.float64)
         self._c: list[float] = list(prior.values)
@@ -199,7 +209,7 @@ class CostModel:
         self.bias = 0.0
         """Mean of the relative error: above 0, steps take longer than predicted."""
         self.margin = 0.1
-        """So much longer than predicted, as a part of the prediction, does only one step in twenty take."""
+        """So much longer than predicted, as a part of the prediction, does only one step in a hundred take."""
 
     # ---- prediction --------------------------------------------------------------------------------------------------
 
@@ -208,17 +218,19 @@ class CostModel:
         """As learnt so far."""
         return Coefficients(tuple(self._c), self._knot)
 
-    def padded(self, num_tokens: int) -> int:
-        """Tokens that a step of `num_tokens` computes."""
-        at = bisect_left(self._buckets, num_tokens)
-        return self._buckets[at] if at < len(self._buckets) else num_tokens
+    def padded(self, prefill_tokens: int, decode_rows: int) -> int:
+        """Tokens that a step computes, empty ones included; no fewer than without the prefill."""
+        tokens = _padded(self._buckets, decode_rows)
+        if prefill_tokens == 0:
+            return tokens
+        return max(tokens, _padded(self._mixed_buckets, prefill_tokens + decode_rows))
 
     def predict(self, work: StepWork) -> float:
         """Time of a step in ns; > 0, and no less for more work of any kind."""
         return self._time(work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.decode_kv)
 
     def _time(self, prefill: int, num_pairs: float, rows: int, kv: int) -> float:
-        c, tokens = self._c, self.padded(prefill + rows)
+        c, tokens = self._c, self.padded(prefill, rows)
         ns = c[0] + c[1] * tokens / 256.0 + c[6] * rows / 64.0 + c[7] * kv / 1e5
         if tokens > self._knot:
             ns += c[2] * (tokens - self._knot) / 256.0
@@ -262,7 +274,7 @@ class CostModel:
         scale = max(predicted, duration_ns)
         relative = (duration_ns - predicted) / scale  # −1 … 1
         size = abs(relative)
-        self._note_error(relative, size)
+        self._note_error(relative, size, duration_ns / predicted - 1)
         limit = _HUBER * self.spread
         weight = (1.0 if size <= limit else limit / size) / (scale * scale)
         x = self._features(work)
@@ -278,7 +290,7 @@ class CostModel:
             self._anchor = self._theta.copy()
 
     def _features(self, work: StepWork) -> _Vector:
-        tokens = self.padded(work.prefill_tokens + work.decode_rows)
+        tokens = self.padded(work.prefill_tokens, work.decode_rows)
         return np.array(
             (
                 1.0,
@@ -306,13 +318,13 @@ class CostModel:
             least = 1.0 if j == 0 else 0.0
             theta[j] = c[j] = max(least, c[j] + pull / own)
 
-    def _note_error(self, relative: float, size: float) -> None:
+    def _note_error(self, relative: float, size: float, excess: float) -> None:
         self.spread = max(_SPREAD_MIN, self.spread * (1.03 if size > self.spread else 1 / 1.03))
         rate = max(1 / 256, 1 / (self.num_observed))
         self.error += rate * (size - self.error)
         self.bias += rate * (relative - self.bias)
-        # An online quantile: up by 19 parts when exceeded, down by one when not.
-        step = 0.002 if relative > self.margin else -0.002 * (1 - _MARGIN_QUANTILE) / _MARGIN_QUANTILE
+        # An online quantile: up by 99 parts when exceeded, down by one when not.
+        step = _MARGIN_STEP if excess > self.margin else -_MARGIN_STEP * (1 - _MARGIN_QUANTILE) / _MARGIN_QUANTILE
         self.margin = min(_MARGIN_MAX, max(0.0, self.margin + step))
 
     def _warm_up(self, work: StepWork, predicted: float, duration_ns: float) -> float:
@@ -350,7 +362,13 @@ class CostModel:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, object], *, buckets: tuple[int, ...] = ()) -> CostModel:
+    def from_state(
+        cls,
+        state: Mapping[str, object],
+        *,
+        buckets: tuple[int, ...] = (),
+        mixed_buckets: tuple[int, ...] | None = None,
+    ) -> CostModel:
         """As saved: what was learnt is the prior of what will be.
 
         Raises:
@@ -362,7 +380,7 @@ class CostModel:
         numbers = [_number(value, "coefficients") for value in values]
         if numbers[0] <= 0:
             raise ValueError("coefficients: the first must be above 0")
-        model = cls(Coefficients(tuple(numbers), _number(knot, "knot")), buckets=buckets)
+        model = cls(Coefficients(tuple(numbers), _number(knot, "knot")), buckets=buckets, mixed_buckets=mixed_buckets)
         model.num_observed = int(_number(state.get("observed", 0), "observed"))
         model.spread = min(1.0, max(_SPREAD_MIN, _number(state.get("spread", 0.1), "spread")))
         model.margin = min(_MARGIN_MAX, _number(state.get("margin", 0.1), "margin"))
@@ -384,6 +402,11 @@ def describe(coefficients: Coefficients) -> dict[str, float]:
     return {name: c / u for name, c, u in zip(names, coefficients.values, _UNITS, strict=True)} | {
         "knot_tokens": coefficients.knot
     }
+
+
+def _padded(buckets: tuple[int, ...], num_tokens: int) -> int:
+    at = bisect_left(buckets, num_tokens)
+    return buckets[at] if at < len(buckets) else num_tokens
 
 
 def _number(value: object, name: str) -> float:

@@ -17,8 +17,9 @@ from pagewire.scheduler.batch import Batch
 from pagewire.scheduler.draft import Draft
 from pagewire.scheduler.in_flight import InFlight
 from pagewire.scheduler.memory import KvMemory
+from pagewire.scheduler.prefix_waits import PrefixWaits
 from pagewire.scheduler.sequence import NO_ROW, Sequence, SequenceState
-from pagewire.scheduler.waiting import PrefixWaits, WaitingQueue
+from pagewire.scheduler.waiting import WaitingQueue
 from pagewire.step.step import Int32Array
 from pagewire_transport.messages import FinishReason
 

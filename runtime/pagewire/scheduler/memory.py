@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagewire.cache.block_pool import BlockPool
 from pagewire.cache.lease import Lease, Match
 from pagewire.cache.radix_tree import RadixTree
-from pagewire.request.request import TokenArray
+from pagewire.request.request import Namespace, TokenArray
 from pagewire.scheduler.sequence import Sequence
 from pagewire.step.step import Int32Array
 
@@ -44,6 +44,11 @@ class KvMemory:
         """The longest cached prefix. At least the last token is always left to compute (F31)."""
         usable = (token_ids.size - 1) // self.block_size if self.prefix_cache else 0
         return self.tree.match(sequence.request.namespace, token_ids, usable)
+
+    def num_cached(self, namespace: Namespace, token_ids: TokenArray) -> int:
+        """How many leading tokens a sequence that comes now would not have to compute."""
+        usable = (token_ids.size - 1) // self.block_size if self.prefix_cache else 0
+        return self.tree.match(namespace, token_ids, usable).num_blocks * self.block_size
 
     def share(self, blocks: Int32Array) -> None:
         """One more reference to each."""

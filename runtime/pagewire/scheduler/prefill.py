@@ -10,6 +10,7 @@ from pagewire.scheduler.departures import Departures
 from pagewire.scheduler.draft import Drafts
 from pagewire.scheduler.in_flight import InFlight
 from pagewire.scheduler.memory import KvMemory
+from pagewire.scheduler.pacing import TokenBudget
 from pagewire.scheduler.sequence import Sequence, SequenceState
 from pagewire.step.step import RowJoin
 
@@ -36,26 +37,48 @@ class Prefill:
         self._drafts = drafts
         self._eos_ids = eos_ids
 
-    def plan(self, step: int, budget: int, now_ns: int) -> None:
-        """Chunks for sequences in prefill, then for newcomers, within `budget` tokens."""
+    def plan(self, step: int, budget: TokenBudget, now_ns: int) -> None:
+        """Chunks for sequences in prefill, then for newcomers, within the budget."""
         for sequence in tuple(self._departures.prefilling):
-            if budget <= 0:
+            if budget.tokens <= 0:
                 return
             if not sequence.is_leaving:
-                budget -= self._chunk(sequence, budget)
-        while budget > 0:
-            admitted = self._admission.admit_next(step, now_ns, self._drafts.current)
-            if admitted is None:
-                return
-            self._drafts.current.join(self._join_of(admitted))
-            budget -= self._chunk(admitted, budget)
+                self._chunk(sequence, budget)
+        while budget.tokens > 0 and self._admit(step, budget, now_ns):
+            pass
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Schedule the next tokens of a sequence in prefill; how many."""
+    def plan_by_due(self, step: int, budget: TokenBudget, now_ns: int) -> None:
+        """Chunks for who is due first, in prefill or waiting, within the budget."""
+        begun = sorted((s for s in self._departures.prefilling if not s.is_leaving), key=_urgency, reverse=True)
+        is_closed = False  # the queue: its first cannot be admitted, and nobody goes past it
+        while budget.tokens > 0:
+            first = None if is_closed else self._admission.most_urgent(now_ns)
+            if first is not None and (not begun or _urgency(first) < _urgency(begun[-1])):
+                is_closed = not self._admit(step, budget, now_ns)
+            elif begun:
+                sequence = begun.pop()
+                if not sequence.is_leaving:
+                    self._chunk(sequence, budget)
+            else:
+                return
+
+    def _admit(self, step: int, budget: TokenBudget, now_ns: int) -> bool:
+        """Whether somebody was."""
+        admitted = self._admission.admit_next(step, now_ns, self._drafts.current)
+        if admitted is None:
+            return False
+        self._drafts.current.join(self._join_of(admitted))
+        self._chunk(admitted, budget)
+        return True
+
+    def _chunk(self, sequence: Sequence, budget: TokenBudget) -> None:
+        """Schedule the next tokens of a sequence in prefill, as many as the budget has."""
         batch, row = self._batch, sequence.row
         start = int(batch.num_scheduled[row])
         known = int(batch.num_known[row])
-        n = min(budget, known - start)
+        n = budget.take(start, known - start)
+        if n == 0:
+            return
         chunk = self._drafts.current.add_chunk(row, start, batch.ledger[row, start : start + n])
         batch.num_scheduled[row] = start + n
         self._in_flight.planning_chunks.add(row)
@@ -67,7 +90,6 @@ class Prefill:
             if known < batch.limit[row]:
                 self._start_decoding(sequence, chunk)
                 self._fork(sequence, chunk)
-        return n
 
     def _start_decoding(self, sequence: Sequence, chunk: int) -> None:
         batch, row = self._batch, sequence.row
@@ -117,3 +139,7 @@ class Prefill:
             output_ids=self._batch.output_ids(row).copy(),
             eos_ids=() if request.params.ignore_eos else self._eos_ids,
         )
+
+
+def _urgency(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.due_ns, -sequence.request.priority, sequence.order

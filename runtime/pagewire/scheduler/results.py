@@ -14,8 +14,8 @@ from pagewire.scheduler.departures import Departures
 from pagewire.scheduler.in_flight import PlannedStep, RowIndex
 from pagewire.scheduler.memory import KvMemory
 from pagewire.scheduler.outcome import StepOutcome
+from pagewire.scheduler.prefix_waits import PrefixWaits
 from pagewire.scheduler.sequence import Sequence
-from pagewire.scheduler.waiting import PrefixWaits
 from pagewire.step.step import Int32Array, SampleFlag, StepPlan, StepResult
 from pagewire_transport.messages import FinishReason
 

@@ -18,21 +18,25 @@ from __future__ import annotations
 import numpy as np
 
 from pagewire.config import SchedulerConfig
-from pagewire.errors import ConfigError, InternalError, Overloaded, PagewireError, PromptTooLong
+from pagewire.errors import ConfigError, DeadlineExceeded, InternalError, PagewireError, PromptTooLong
 from pagewire.request.request import Request, TokenArray
 from pagewire.scheduler.admission import Admission
 from pagewire.scheduler.batch import NO_LIMIT, Batch
+from pagewire.scheduler.cost_model import CostModel
 from pagewire.scheduler.departures import Departures
 from pagewire.scheduler.draft import Drafts
 from pagewire.scheduler.in_flight import InFlight, PlannedStep, RowIndex
 from pagewire.scheduler.memory import KvMemory
 from pagewire.scheduler.outcome import StepOutcome
+from pagewire.scheduler.pacing import Pacer, TokenBudget
 from pagewire.scheduler.prefill import Prefill
+from pagewire.scheduler.prefix_waits import PrefixWaits
+from pagewire.scheduler.promises import Promises
 from pagewire.scheduler.results import Results
 from pagewire.scheduler.sequence import NO_ROW, Sequence, SequenceState
 from pagewire.scheduler.slots import Slots
 from pagewire.scheduler.victims import choose_victim
-from pagewire.scheduler.waiting import PrefixWaits, WaitingQueue
+from pagewire.scheduler.waiting import WaitingQueue
 from pagewire.step.step import Int32Array, StepPlan, StepResult
 from pagewire_transport.messages import FinishReason
 
@@ -54,6 +58,7 @@ class Scheduler:
         eos_ids: tuple[int, ...] = (),
         prefix_cache: bool = True,
         max_step_tokens: int | None = None,
+        cost_model: CostModel | None = None,
     ) -> None:
         if config.max_step_tokens < max_rows:
             raise ConfigError(f"must be at least max_rows ({max_rows})", field="scheduler.max_step_tokens")
@@ -71,7 +76,18 @@ class Scheduler:
         self.prefixes = PrefixWaits(block_size, config.max_prefix_wait_steps if prefix_cache else 0)
         self._in_flight = InFlight()
         self.departures = Departures(self.batch, self.memory, self.waiting, self.prefixes, self._in_flight)
-        self.admission = Admission(self.batch, self.memory, self.waiting, self.prefixes, self.departures, config)
+        self.pacer = Pacer(config, self.batch, cost_model or CostModel(), max_step_tokens=self.max_step_tokens)
+        self.promises = Promises(config, self.memory, self.waiting, self.departures.prefilling, self.pacer)
+        self.admission = Admission(
+            self.batch,
+            self.memory,
+            self.waiting,
+            self.prefixes,
+            self.departures,
+            self.pacer,
+            self.promises,
+            config,
+        )
         self._drafts = Drafts()
         self.prefill = Prefill(
             self.batch,
@@ -95,18 +111,22 @@ class Scheduler:
 
         Raises:
             PromptTooLong: it could never run, whatever else ends.
-            Overloaded: the queue is full.
+            Overloaded: the queue is full, or what was promised could not be kept.
         """
         n = request.params.n
         self._check_fits(request)
         if self.num_waiting + n > self.config.max_waiting and self.num_waiting > 0:
-            raise Overloaded(f"{self.num_waiting} sequences are waiting", retry_after_ms=1000)
+            raise self.promises.full(self.num_waiting, request, now_ns)
+        terms = self.promises.terms(request, now_ns)
         sequences = [
             Sequence(request, choice, request.seed + choice, self._next_order + choice, self._slots.take())
             for choice in range(n)
         ]
         self._next_order += n
         self._live.update((s.order, s) for s in sequences)
+        if terms is not None:
+            for sequence in sequences:
+                self.promises.give(terms, sequence)
         if any(ids.size for ids in request.output_ids):
             self._replay(sequences, now_ns)
             return sequences
@@ -204,11 +224,16 @@ class Scheduler:
     def plan(self, now_ns: int) -> StepPlan | None:
         """The next step, or None where nothing can run now."""
         step, batch, in_flight = self._next_step, self.batch, self._in_flight
+        if self.pacer.is_active:
+            self._end_expired(now_ns)
         self.admission.wake_expired(step)
         everyone = batch.decode_set()
         rows, starts = self._decode_rows(everyone.rows, now_ns)
         in_flight.begin(step, rows)
-        self.prefill.plan(step, self.max_step_tokens - rows.size, now_ns)
+        if self.pacer.is_active:
+            self.prefill.plan_by_due(step, self.pacer.budget(everyone, rows, starts), now_ns)
+        else:
+            self.prefill.plan(step, TokenBudget(self.max_step_tokens - rows.size), now_ns)
         if rows.size == 0 and not self._drafts.current.has_chunks:
             in_flight.abandon()
             return None
@@ -222,8 +247,14 @@ class Scheduler:
         if plan.copy_src.size:
             self.departures.release_at(step, np.concatenate([plan.copy_src, plan.copy_dst]))
         in_flight.commit(PlannedStep(step, named, sampled, in_flight.planning_last, decode_set, batch.num_departures))
+        if self.pacer.is_active:
+            self.pacer.planned(step, now_ns)
         self._next_step = step + 1
         return plan
+
+    def _end_expired(self, now_ns: int) -> None:
+        for sequence in self.promises.expired(now_ns):
+            self.fail(sequence, DeadlineExceeded("not done within the time asked for", field="deadline_ms"), now_ns)
 
     def _decode_rows(self, rows: RowIndex, now_ns: int) -> tuple[RowIndex, Int32Array]:
         """Those of `rows` that decode in this step, and the position that each computes, with a block for it."""
@@ -297,6 +328,8 @@ class Scheduler:
         """Commit a step: the oldest that is planned and not applied."""
         planned = self._in_flight.steps.popleft()
         assert result.step == plan.step == planned.step, (result.step, plan.step, planned.step)
+        if self.pacer.is_active:
+            self.pacer.applied(plan.step, now_ns)
         outcome = self._results.commit_step(plan, planned, result, now_ns)
         self.departures.pass_fence(plan.step, self._drafts.current)
         outcome.ended = self._report_ended()
@@ -321,6 +354,8 @@ class Scheduler:
         ended = self.departures.take_ended()
         for sequence in ended:
             self._slots.give_back(sequence.slot)
+        if ended and self.pacer.is_active:
+            self.promises.ended(ended)
         return ended
 
     # ---- facts -------------------------------------------------------------------------------------------------------
@@ -358,6 +393,8 @@ class Scheduler:
         actual = self.memory.pool.ref
         wrong = np.flatnonzero(expected != actual)
         assert wrong.size == 0, [(int(b), int(expected[b]), int(actual[b])) for b in wrong[:8]]
+        self.waiting.check_invariants()
+        self.pacer.model.check_invariants()
         self.memory.pool.check_invariants()
         self.memory.tree.check_invariants()
         for sequence in self._live.values():

@@ -11,6 +11,7 @@ Who owns which tokens of a sequence, in order of position:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
@@ -61,6 +62,13 @@ class Sequence:
         num_known: while it has a row, the batch's array of known lengths.
         num_cached: prompt tokens taken from the prefix cache at first admission.
         num_recomputed: tokens computed again after preemptions.
+        share: whose share of the service it is; "" where nothing is promised to anybody, and all are served as one.
+        due_ns: what orders the queue: when its first token is due, moved by priority; 0 where nothing is promised.
+        first_token_due_ns: when its first token was promised.
+        itl_ns: promised time between its tokens.
+        num_uncached, prefill_ns: of its prompt, what was to be computed when it came, and how long it was thought to take.
+        deadline_ns: when it ends with an error, done or not.
+        is_late: its promise cannot be kept any more, and it let others go first once.
     """
 
     request: Request
@@ -85,6 +93,14 @@ class Sequence:
     num_prompt_logprobs: int = 0
     held_until_step: int = -1
     is_held: bool = False
+    share: str = ""
+    due_ns: int = 0
+    first_token_due_ns: int | None = None
+    itl_ns: float = math.inf
+    num_uncached: int = 0
+    prefill_ns: float = 0.0
+    deadline_ns: int | None = None
+    is_late: bool = False
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     finished_ns: int | None = None
