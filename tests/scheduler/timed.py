@@ -95,8 +95,8 @@ class Timed:
             self.now,
             priority,
             Namespace(),
-            Wishes(**wishes),
-            client,
+            wishes=Wishes(**wishes),
+            client=client,
         )
         sequences = self.scheduler.submit(request, self.now)
         for sequence in sequences:

@@ -55,6 +55,7 @@ _COORDINATES: Final = 3
 """Moved to their optimum by each step."""
 _RESCALE_AT: Final = (5, 15)
 """After so many steps a prior that is off as a whole (another card, another model) is scaled."""
+_RESCALE_MAX: Final = 1e4
 _ANCHOR_EVERY: Final = 1024
 _VERSION: Final = 1
 
@@ -333,7 +334,7 @@ class CostModel:
         ratios.append(duration_ns / predicted)
         if len(ratios) not in _RESCALE_AT:
             return predicted
-        factor = sorted(ratios)[len(ratios) // 2]
+        factor = min(_RESCALE_MAX, max(1 / _RESCALE_MAX, sorted(ratios)[len(ratios) // 2]))
         self._first_ratios = [ratio / factor for ratio in ratios]
         if 0.67 < factor < 1.5:
             return predicted
@@ -344,7 +345,7 @@ class CostModel:
         return self.predict(work)
 
     def _set_anchor_weights(self) -> None:
-        typical = np.maximum(self._anchor, 1e-3 * self._anchor[0])
+        typical = np.maximum(self._anchor, max(1.0, 1e-3 * float(self._anchor[0])))
         self._anchor_weights: list[float] = (_PRIOR_WEIGHT / typical**2).tolist()
 
     # ---- state -------------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ class Scheduler:
         in_flight.begin(step, rows)
         if self.pacer.is_active:
             self.prefill.plan_by_due(step, self.pacer.budget(everyone, rows, starts), now_ns)
-        else:
+        elif self.departures.prefilling or len(self.waiting):
             self.prefill.plan(step, TokenBudget(self.max_step_tokens - rows.size), now_ns)
         if rows.size == 0 and not self._drafts.current.has_chunks:
             in_flight.abandon()
