@@ -21,7 +21,7 @@ from report import Report
 
 from pagewire_kernels.activation import silu_mul
 from pagewire_kernels.kv_write import rope_write_kv
-from pagewire_kernels.paged_decode import DecodePlan, paged_decode, plan_decode
+from pagewire_kernels.paged_decode import STRAIGHT_ROWS, DecodePlan, paged_decode, plan_decode, straight_tiling
 from pagewire_kernels.paged_prefill import LONG, SHORT, PrefillPlan, paged_prefill, plan_prefill
 from pagewire_kernels.rms_norm import rms_norm
 
@@ -188,7 +188,10 @@ def decode(recorder, case, model, batch, context, layers, dtype=DTYPE):
     scales = scales_of(kv_heads, dtype)
     q = torch.randn(batch, heads, D, device=DEVICE, dtype=DTYPE)
     lens = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
-    plan = DecodePlan(max_rows=batch, num_heads=heads, num_kv_heads=kv_heads, head_dim=D, device=DEVICE)
+    straight = straight_tiling(dtype, D, heads // kv_heads, DEVICE) if batch >= STRAIGHT_ROWS else None
+    plan = DecodePlan(
+        max_rows=batch, num_heads=heads, num_kv_heads=kv_heads, head_dim=D, device=DEVICE, tiling=straight
+    )
     out = torch.full_like(q, math.nan)
 
     def launch():

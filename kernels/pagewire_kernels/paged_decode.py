@@ -29,13 +29,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pagewire_kernels import paged_decode_narrow
+from pagewire_kernels.paged_decode_narrow import paged_decode_narrow_kernel
+
 _LOG2_E = math.log2(math.e)
+STRAIGHT_ROWS = 16
+"""See `straight_tiling`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,34 @@ class DecodeTiling:
     """Tiles that a program takes at least: fewer programs then work on short batches, and fewer partials are merged."""
     merge: int = 128
     """Heads × partials merged at once: more loads in flight for a long context alone, until registers spill."""
+    straight: bool = False
+    """K and V of 8 bits go straight into registers (`paged_decode_narrow`, Hopper); tiles have 16 positions, programs one warp."""
+    max_registers: int | None = None
+    """Of a thread, where `straight`."""
+
+
+def straight_tiling(
+    kv_dtype: torch.dtype, head_dim: int, group: int, device: torch.device | str, *, min_share: int = 4
+) -> DecodeTiling | None:
+    """The tiling whose 8-bit K and V go straight into registers; None where that cannot be.
+
+    It is faster from about `STRAIGHT_ROWS` rows on: the last program to arrive, a single warp, merges more partials.
+    """
+    device = torch.device(device)
+    if kv_dtype != torch.float8_e4m3fn or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    if head_dim != paged_decode_narrow.HEAD_DIM or group > paged_decode_narrow.MOST_HEADS:
+        return None
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    # 12 warps of 168 registers run at once on a multiprocessor; 8 of 255, 16 of 128 and 10, which do not divide by its four parts, are slower.
+    return DecodeTiling(
+        block_n=paged_decode_narrow.BLOCK_N,
+        num_warps=1,
+        num_programs=12 * multiprocessors,
+        min_share=min_share,
+        straight=True,
+        max_registers=168,
+    )
 
 
 class DecodePlan:
@@ -171,11 +205,11 @@ def paged_decode(
         raise ValueError(f"tiles of {t.block_n} positions are no multiple of the block size {block_size}")
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale are given together or not at all")
-    _paged_decode_kernel[(plan.num_programs,)](
+    arguments = (
         out,
         q,
-        k_cache,
-        v_cache,
+        k_cache.view(torch.int32) if t.straight else k_cache,
+        v_cache.view(torch.int32) if t.straight else v_cache,
         block_tables,
         table_rows if table_rows is not None else seq_lens,
         seq_lens,
@@ -193,24 +227,36 @@ def paged_decode(
         out.stride(0),
         block_tables.stride(0),
         q.shape[0],
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=plan.group,
-        BLOCK_G=triton.next_power_of_2(plan.group),
+    )
+    options: dict[str, Any] = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": plan.group,
+        "BLOCK_G": triton.next_power_of_2(plan.group),
+        "BLOCK_SIZE": block_size,
+        "WINDOW": plan.window,
+        "HAS_SOFT_CAP": soft_cap > 0,
+        "HAS_ROWS": table_rows is not None,
+        "HAS_SCALES": k_scale is not None,
+        "NUM_PROGRAMS": plan.num_programs,
+        "OFFSET": tl.int64 if k_cache.numel() >= 2**31 else tl.int32,
+        "DEPENDENT": dependent,
+        "num_warps": t.num_warps,
+    }
+    if dependent:
+        options["launch_pdl"] = True
+    if t.straight:
+        if t.max_registers:
+            options["maxnreg"] = t.max_registers
+        paged_decode_narrow_kernel[(plan.num_programs,)](*arguments, **options)
+        return
+    _paged_decode_kernel[(plan.num_programs,)](
+        *arguments,
+        **options,
         HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(plan.group)),
         BLOCK_N=t.block_n,
-        WINDOW=plan.window,
-        HAS_SOFT_CAP=soft_cap > 0,
-        HAS_ROWS=table_rows is not None,
-        HAS_SCALES=k_scale is not None,
-        NUM_PROGRAMS=plan.num_programs,
         MERGE=min(32, max(1, t.merge // triton.next_power_of_2(plan.group))),
-        OFFSET=tl.int64 if k_cache.numel() >= 2**31 else tl.int32,
-        DEPENDENT=dependent,
-        num_warps=t.num_warps,
         num_stages=t.num_stages,
-        **({"launch_pdl": True} if dependent else {}),
     )
 
 

@@ -34,8 +34,15 @@ def caches(lens, shape, seed=0):
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"soft_cap": 3.0}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_decode(shape, options):
-    from pagewire_kernels.paged_decode import DecodePlan, paged_decode, plan_decode
+@pytest.mark.parametrize("straight", [False, True])
+def test_decode(shape, options, straight):
+    from pagewire_kernels.paged_decode import DecodePlan, paged_decode, plan_decode, straight_tiling
+
+    tiling = None
+    if straight:
+        tiling = straight_tiling(torch.float8_e4m3fn, shape["head_dim"], shape["heads"] // shape["kv_heads"], "cuda")
+        if tiling is None:
+            pytest.skip("not for this shape or card")
 
     (k, v), (k_scale, v_scale), meant, tables, generator = caches(LENS, shape)
     heads, head_dim = shape["heads"], shape["head_dim"]
@@ -44,7 +51,7 @@ def test_decode(shape, options):
     window, soft_cap = options.get("window", 0), options.get("soft_cap", 0.0)
     plan = DecodePlan(
         max_rows=len(LENS), num_heads=heads, num_kv_heads=shape["kv_heads"], head_dim=head_dim, device="cuda",
-        window=window,
+        window=window, tiling=tiling,
     )  # fmt: skip
     out = torch.full_like(q, float("nan"))
     plan_decode(plan, lens)

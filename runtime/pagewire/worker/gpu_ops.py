@@ -15,7 +15,14 @@ from pagewire_kernels import sampling, step_input
 from pagewire_kernels.block_copy import BlockPools, copy_blocks
 from pagewire_kernels.kv_write import rope_write_kv
 from pagewire_kernels.linear import gated_fp8, linear, linear_fp8, scratch_for
-from pagewire_kernels.paged_decode import DecodePlan, DecodeTiling, paged_decode, plan_decode
+from pagewire_kernels.paged_decode import (
+    STRAIGHT_ROWS,
+    DecodePlan,
+    DecodeTiling,
+    paged_decode,
+    plan_decode,
+    straight_tiling,
+)
 from pagewire_kernels.paged_prefill import LONG, PrefillPlan, PrefillTiling, paged_prefill, plan_prefill
 from pagewire_kernels.quantise import Fp8Rows, empty_rows, quantise, rms_norm_quantise
 from pagewire_kernels.rms_norm import rms_norm
@@ -155,14 +162,21 @@ class TritonOps:
         self._scale = config.head_dim**-0.5
         self._cos, self._sin = decoder.cos.to(device), decoder.sin.to(device)
         max_rows = rows.padding
-        self._decode_plan = DecodePlan(
-            max_rows=max_rows,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            device=device,
-            tiling=DecodeTiling(min_share=1),
-        )
+        group = config.num_heads // config.num_kv_heads
+        straight = straight_tiling(memory.keys[0].dtype, config.head_dim, group, device)
+        self._decode_plans = [
+            DecodePlan(
+                max_rows=max_rows,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                device=device,
+                tiling=tiling,
+            )
+            for tiling in (DecodeTiling(min_share=1), straight)
+            if tiling is not None
+        ]
+        self._decode_plan = self._decode_plans[0]
         sizes = [_LEAST_PREFILL]
         while sizes[-1] < max_step_tokens:
             sizes.append(2 * sizes[-1])
@@ -295,6 +309,7 @@ class TritonOps:
 
     def plan_decode(self, lens: Tensor) -> None:
         """See `Ops`."""
+        self._decode_plan = self._decode_plans[-1 if lens.numel() >= STRAIGHT_ROWS else 0]
         plan_decode(self._decode_plan, lens)
 
     def decode(self, layer: int, out: Tensor, q: Tensor, rows: Tensor, lens: Tensor) -> None:
