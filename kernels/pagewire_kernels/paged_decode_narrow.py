@@ -209,7 +209,7 @@ def paged_decode_narrow_kernel(
             if gl.load(lens_ptr + empty) == 0:
                 for of_head in range(NUM_KV_HEADS):
                     at_zeros = (
-                        out_ptr + empty.to(gl.int64) * out_stride + (of_head * GROUP + o_m)[:, None] * D + o_d[None, :]
+                        out_ptr + empty.to(gl.int64) * out_stride + (of_head * GROUP + o_m)[:, None] * D + o_d[None, :]  # type: ignore[attr-defined]
                     )
                     gl.store(at_zeros, zeros, mask=(o_m < GROUP)[:, None])
 
