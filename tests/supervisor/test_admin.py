@@ -17,6 +17,8 @@ from pagewire import curve_keys
 from pagewire.cli.model_path import demo_model
 from pagewire.supervisor.server import serve
 from pagewire_client.text.byte_table import ByteTable
+from pagewire_client.wire_check import check_server
+from pagewire_transport.curve import ClientCurve
 from pagewire_transport.servers import find_servers
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
@@ -54,6 +56,11 @@ async def test_a_whole_server_with_keys_is_looked_at_reloaded_and_drained():
             async with pagewire_client.connect(url, **keys) as client:
                 stream = client.generate([1, 2, 3], max_tokens=4)
                 assert len((await stream.result()).token_ids) == 4
+                curve = ClientCurve.load(server_key, folder / "alice.key")
+                found = [outcome async for outcome in check_server(url, curve=curve, timeout_s=20)]
+                broken = {outcome.name: outcome.why for outcome in found if outcome.verdict == "FAIL"}
+                assert set(broken) <= {"a stream is resumed by who has its key"}, broken
+                assert len(found) > 40
                 load = await client.load()
                 assert load.ready
                 assert load.kv_blocks > 0

@@ -76,6 +76,8 @@ def decode_client(frame: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> FromClien
         refused = refusal_of(str(error))
         if refused.field == "t" and _tag(body) in RESERVED_TAGS:
             refused = UnsupportedFeature("reserved for a later version of the protocol", field="t")
+        elif refused.field is None:  # no map at all
+            refused = ProtocolError(f"not a message: {refused.message}")
         raise refused from None
     except Exception as error:  # noqa: BLE001  (nesting too deep, out of memory, …: always the frame's fault)
         raise ProtocolError(f"not a message: {_brief(str(error))}") from None

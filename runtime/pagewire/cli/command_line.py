@@ -26,6 +26,7 @@ _COMMANDS: Final = {
     "simulate": "a trace or a load on modelled cards: latencies, hits and memory, without a GPU",
     "plan": "how many streams a model on given cards holds, and which latencies they see",
     "admin": "drain a running server, see its counters, or let it read its keys again",
+    "wire-check": "check whether a server keeps the protocol, one line a check",
     "demo": "serve the demo model, stream one answer, say how fast it was",
     "version": "the version of Pagewire",
 }
@@ -178,6 +179,11 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     _add_keys(of["keys"])
     for name in ("simulate", "plan"):
         add_simulation_flags(of[name], name)
+    of["wire-check"].add_argument("url", metavar="URL", help="of the server")
+    _add_key_flags(of["wire-check"])
+    of["wire-check"].add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=5.0, help="for each answer (default: 5)"
+    )
     of["admin"].add_argument("action", choices=("drain", "stats", "reload"), help="what to do")
     of["admin"].add_argument(
         "url", nargs="?", metavar="URL", help="of the server; default: your newest on this machine"
@@ -193,6 +199,10 @@ _PROMPT_HELP: Final = {
 
 def _add_url(command: Parser, text: str) -> None:
     command.add_argument("--url", help=text)
+    _add_key_flags(command)
+
+
+def _add_key_flags(command: Parser) -> None:
     command.add_argument("--server-key", metavar="PUBLIC", help="public key of a server that asks for CURVE keys")
     command.add_argument("--key-file", metavar="FILE", type=Path, help="our own keys: `pagewire keys curve new`")
 

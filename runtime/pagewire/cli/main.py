@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if namespace.command == "version":
             print(version())
             return 0
-        command = cast("Command", importlib.import_module(f"pagewire.cli.{namespace.command}"))
+        command = cast("Command", importlib.import_module(f"pagewire.cli.{namespace.command.replace('-', '_')}"))
         return command.run(namespace)
     except PagewireError as error:
         _complain(str(error))
