@@ -82,6 +82,7 @@ class GpuWorker:
             free = device.free_bytes()
             try:
                 decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device, keeps_fp8=True)
+                torch.cuda.empty_cache()  # what rounding took is free for KV
                 return cls(config, decoder, device)
             except torch.OutOfMemoryError:
                 raise ConfigError(

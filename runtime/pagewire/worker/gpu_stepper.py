@@ -55,7 +55,9 @@ def triton_ops(
             field="model.device",
         )
     if decoder.weights.is_fp8 and not FP8_WEIGHTS:
-        raise ConfigError("a GPU does not compute with weights in FP8 yet; a CPU does", field="model.quantization")
+        raise ConfigError(
+            'a GPU does not compute with weights in FP8 yet; a CPU does, and "none" widens them', field="model.quantization"
+        )
     device = rows.last_token.device
     if decoder.weights.is_fp8 and torch.cuda.get_device_capability(device) < _LEAST_FP8:
         raise ConfigError(
