@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
+
+import msgspec
 
 from pagewire.config import SchedulerConfig
 from pagewire.errors import ConfigError
@@ -16,6 +18,9 @@ from pagewire.simulator.simulation import Host, Simulation, run_together
 from pagewire.simulator.traces import Arrival, Workload
 
 Allocation = Literal["paged", "contiguous"]
+
+_ARRIVING_TOKENS: Final = 1 << 20
+"""Prompts that come with their K and V cost a step nothing, however long they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class Deployment:
         allocation: paged; or contiguous, which reserves the longest sequence for each, rounded up to a power of two: the
             same scheduler with one block a sequence.
         kv_tokens: size of the pool; 0: what fits on the cards.
+        prefill_step_tokens: tokens of a step of the cards that only prefill: nobody waits for their next step.
     """
 
     model: ModelShape
@@ -41,6 +47,7 @@ class Deployment:
     kv_tokens: int = 0
     block_size: int = 16
     prefix_cache: bool = True
+    prefill_step_tokens: int = 8192
     scheduler: SchedulerConfig = field(default_factory=lambda: SchedulerConfig(max_rows=512, max_step_tokens=1024))
     host: Host = field(default_factory=Host)
 
@@ -61,8 +68,8 @@ class Deployment:
             kind, gpus = (ModelledCard, self.prefill_gpus) if prefills else (ReceivingCard, self.gpus)
         return kind(self.model, self.rates, gpus=gpus, weights=self.weights, kv=self.kv)
 
-    def make_scheduler(self, card: ModelledCard) -> Scheduler:
-        """A fresh scheduler whose pool is what `card` holds.
+    def make_scheduler(self, card: ModelledCard, *, step_tokens: int = 0) -> Scheduler:
+        """A fresh scheduler whose pool is what `card` holds; `step_tokens` other than the configuration's, where not 0.
 
         Raises:
             ConfigError: not even one sequence fits.
@@ -80,19 +87,29 @@ class Deployment:
             block_size=block_size,
             max_rows=self.scheduler.max_rows,
             max_model_len=self.max_len,
-            config=self.scheduler,
+            config=msgspec.structs.replace(
+                self.scheduler, max_step_tokens=step_tokens or self.scheduler.max_step_tokens
+            ),
             prefix_cache=prefix_cache,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run. `prefill` is of the cards that only prefill, None where there are none."""
+    """A finished run. `prefill` and `prefill_scheduler` are of the cards that only prefill, None where there are none."""
 
     figures: Figures
     scheduler: Scheduler
-    summary: Summary
+    seconds: float
+    digest: str
     prefill: Figures | None = None
+    prefill_scheduler: Scheduler | None = None
+
+    @property
+    def summary(self) -> Summary:
+        """Its figures."""
+        hits = self.prefill_scheduler.admission if self.prefill_scheduler is not None else None
+        return summarise(self.figures, self.scheduler, self.seconds, self.digest, first=self.prefill, hits=hits)
 
 
 class _Handover:
@@ -150,13 +167,13 @@ def simulate(
     """
     counting = counting if counting is not None else Counting()
     card = deployment.card(prefills=False)
-    scheduler = deployment.make_scheduler(card)
+    scheduler = deployment.make_scheduler(card, step_tokens=_ARRIVING_TOKENS if deployment.prefill_gpus else 0)
     overlap = deployment.scheduler.overlap
     if deployment.prefill_gpus == 0:
         figures = Figures(window_ns, counting=counting)
         simulation = Simulation(scheduler, card, workload, figures, host=deployment.host, overlap=overlap)
         simulation.run(until_ns, on_progress)
-        return Run(figures, scheduler, summarise(figures, scheduler, _seconds(simulation, counting), simulation.digest))
+        return Run(figures, scheduler, _seconds(simulation, counting), simulation.digest)
     return _disaggregated(deployment, workload, card, scheduler, window_ns, until_ns, counting, on_progress)
 
 
@@ -191,11 +208,10 @@ def _disaggregated(
     first = Figures(window_ns, counting=counting)
     rest = Figures(window_ns, continues=True, counting=counting)
     prefill = Simulation(
-        deployment.make_scheduler(prefill_card), prefill_card, prompts, first,
+        deployment.make_scheduler(prefill_card, step_tokens=deployment.prefill_step_tokens), prefill_card, prompts, first,
         host=deployment.host, overlap=deployment.scheduler.overlap, on_ended=computed,
     )  # fmt: skip
     decode = Simulation(scheduler, card, handover, rest, host=deployment.host, overlap=deployment.scheduler.overlap)
     run_together((prefill, decode), until_ns, on_progress)
-    seconds, digest = _seconds(decode, counting), prefill.digest + decode.digest
-    summary = summarise(rest, scheduler, seconds, digest, first=first, hits=prefill.scheduler.admission)
-    return Run(rest, scheduler, summary, first)
+    digest = prefill.digest + decode.digest
+    return Run(rest, scheduler, _seconds(decode, counting), digest, first, prefill.scheduler)
