@@ -20,6 +20,7 @@ def run(namespace: argparse.Namespace) -> int:
     for name in ("context", "output", "ttft", "itl"):
         if not 0 < getattr(namespace, name) < math.inf:
             raise ConfigError("must be above 0", field=name)
+    vars(namespace).setdefault("scheduler.itl_target_ms", namespace.itl)
     deployment = deployment_from(namespace)
     with tqdm(unit="level", disable=not sys.stderr.isatty(), leave=False, file=sys.stderr) as bar:
 

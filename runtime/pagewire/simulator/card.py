@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from pagewire.errors import ConfigError
+from pagewire.scheduler.cost_model import Card, Coefficients, Shape
 from pagewire.step.step import StepPlan
 
 Precision = Literal["bf16", "fp8"]
@@ -228,6 +229,18 @@ class ModelledCard:
             moved = 2 * model.hidden_size * 2 * (gpus - 1) / gpus
             self._reduce_token = 2 * model.num_layers * moved / rates.reduce_rate
         self._buckets = BUCKETS
+
+    def prior(self) -> Coefficients:
+        """What the scheduler's cost model is told of this card before it has seen a step."""
+        model, gpus = self.model, self.gpus
+        params = model.num_layers * model.layer_params + model.vocab_size * model.hidden_size
+        shape = Shape(
+            weight_bytes=model.weight_bytes(self.weights) / gpus,
+            token_flops=2 * params / gpus,
+            kv_bytes=self.kv_token_bytes,
+            pair_flops=4 * model.num_layers * model.num_heads * model.head_dim / gpus,
+        )
+        return Coefficients.of(shape, Card())
 
     def seconds(self, work: StepWork) -> float:
         """How long a step of this work takes."""

@@ -139,7 +139,7 @@ class Figures:
         self.longest_wait_ns = 0
         self.longest_step_ns = 0
         self._targets = ttft_ns, itl_ns
-        self._counting = counting if counting is not None else Counting()
+        self.counting = counting if counting is not None else Counting()
         self._continues = continues
         self._next_window_ns = window_ns
         self._mark = _Mark()
@@ -159,7 +159,7 @@ class Figures:
             self._late = np.concatenate((self._late, grown.astype(np.int32)))
             self._counts = np.concatenate((self._counts, grown.astype(np.bool_)))
         self._late[slot] = 0
-        self._counts[slot] = self._counting.has(arrival.at_ns)
+        self._counts[slot] = self.counting.has(arrival.at_ns)
         self._by_slot[slot] = served = Served(arrival)
         self.served.append(served)
 
@@ -173,7 +173,7 @@ class Figures:
         slots = outcome.slots
         if slots.size == 0:
             return
-        if self._counting.has(at_ns):
+        if self.counting.has(at_ns):
             self.num_tokens += slots.size
         gaps = at_ns - self._last.take(slots)
         self._last[slots] = at_ns
@@ -346,7 +346,7 @@ def summarise(
     computed = figures.num_computed + (first.num_computed if first is not None else 0)
     tokens = figures.num_tokens + (first.num_tokens if first is not None else 0)
     running = sorted(w.running for w in windows)
-    good = _num_good(figures, first)
+    counted, good = _num_good(figures, first)
     ended = begun.num_ended if first is None else sum(s.ended_ns >= 0 for s in figures.served)
     if first is not None:
         ended += sum(s.arrival.num_output == 1 and s.ended_ns >= 0 for s in first.served)
@@ -365,7 +365,7 @@ def summarise(
         itl_p99=percentile_ms(gaps, 99),
         itl_max=percentile_ms(gaps, 100),
         goodput=good / max(seconds, 1e-9),
-        good_share=good / max(1, len(begun.served)),
+        good_share=good / max(1, counted),
         hit_rate=admission.num_hit_tokens / max(1, admission.num_prompt_tokens),
         preemptions=scheduler.departures.num_preemptions,
         recomputed_share=recomputed / max(1, computed),
@@ -380,9 +380,9 @@ def summarise(
     )
 
 
-def _num_good(figures: Figures, first: Figures | None) -> int:
-    """Requests that kept their promise; with cards of their own for prompts, on both."""
-    if first is None:
-        return figures.num_good
-    late = {served.arrival.number for served in figures.served if not served.is_good}
-    return sum(served.is_good and served.arrival.number not in late for served in first.served)
+def _num_good(figures: Figures, first: Figures | None) -> tuple[int, int]:
+    """Requests that count, and those of them that kept their promise; with cards of their own for prompts, on both."""
+    begun = figures if first is None else first
+    counted = [served for served in begun.served if figures.counting.has(served.arrival.at_ns)]
+    late = {served.arrival.number for served in figures.served if not served.is_good} if first is not None else set()
+    return len(counted), sum(served.is_good and served.arrival.number not in late for served in counted)

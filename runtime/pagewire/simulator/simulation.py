@@ -140,7 +140,7 @@ class Simulation:
             sequence = self.scheduler.submit(request, self.now_ns)[0]
         except PagewireError as error:
             self.figures.refused(arrival, error.code)
-            self._workload.ended(self.now_ns)
+            self._workload.ended(self.now_ns + (error.retry_after_ms or 0) * 1_000_000)
             return
         self._arrivals[sequence.slot] = arrival
         self.figures.submitted(arrival, sequence)
