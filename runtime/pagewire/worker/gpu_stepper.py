@@ -56,7 +56,8 @@ def triton_ops(
         )
     if decoder.weights.is_fp8 and not FP8_WEIGHTS:
         raise ConfigError(
-            'a GPU does not compute with weights in FP8 yet; a CPU does, and "none" widens them', field="model.quantization"
+            'a GPU does not compute with weights in FP8 yet; a CPU does, and "none" widens them',
+            field="model.quantization",
         )
     device = rows.last_token.device
     if decoder.weights.is_fp8 and torch.cuda.get_device_capability(device) < _LEAST_FP8:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.linear import choose, linear, scratch_for
+from pagewire_kernels.linear import choose, linear, linear_fp8, scratch_for
 from pagewire_kernels.linear_hopper import MOST_TOKENS, Tiling, stages_that_fit
 from pagewire_kernels.linear_table import PROGRAMS, TABLE
+from pagewire_kernels.quantise import Fp8Rows
 
 
 @pytest.mark.parametrize("key", TABLE, ids=str)
@@ -56,3 +57,9 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match="do not fit"):
             linear(x, weight, None, **given)
+
+
+def test_the_library_multiplies_rows_in_e4m3_by_both_scales():
+    x, (weight, scales) = torch.randn(5, 64), reference.quantise_rows(torch.randn(96, 64))
+    product = linear_fp8(Fp8Rows(*reference.quantise_rows(x)), weight, scales, None, dtype=torch.float32)
+    torch.testing.assert_close(product, reference.linear_fp8(x, weight, scales), rtol=2**-8, atol=1e-2)
