@@ -91,6 +91,14 @@ FROM_CLIENT: dict[str, FromClient] = {
     "generate, slow readers pause it": Generate(
         stream=5, prompt_ids=_bytes("I", 5), on_lag="pause", resumable=False, params=SamplingParams(temperature=0.0)
     ),
+    "generate, with promises": Generate(
+        stream=7,
+        prompt_ids=_bytes("I", 5),
+        ttft_ms=250.0,
+        itl_ms=12.5,
+        deadline_ms=30_000.0,
+        client="client-3",
+    ),
     "generate, replayed": Generate(
         stream=6,
         prompt_ids=_bytes("I", 5, 6),
@@ -206,6 +214,14 @@ FROM_SERVER: dict[str, FromServer] = {
     ),
     "error, of a stream": Error(
         code="invalid_request", message="Expected `float` >= 0.0", stream=1, field="params.temperature"
+    ),
+    "error, not in time": Error(
+        code="overloaded",
+        message="the first token would come after about 1840 ms, promised are 250",
+        stream=7,
+        field="ttft_ms",
+        retry_after_ms=1590,
+        predicted_ttft_ms=1840,
     ),
     "error, of no stream": Error(
         code="unknown_stream", message="5 is no open stream of this connection", field="stream"

@@ -363,7 +363,12 @@ class Door:
 def refusal(error: PagewireError, stream: int | None) -> Error:
     """The message that tells a client about `error`; with `stream`, that stream is over."""
     return Error(
-        code=error.code, message=error.message, stream=stream, field=error.field, retry_after_ms=error.retry_after_ms
+        code=error.code,
+        message=error.message,
+        stream=stream,
+        field=error.field,
+        retry_after_ms=error.retry_after_ms,
+        predicted_ttft_ms=error.predicted_ttft_ms,
     )
 
 

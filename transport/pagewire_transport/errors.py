@@ -1,6 +1,6 @@
 """The error tree. Every refusal is one of these, and travels to the peer as a code, a message and a field.
 
-PagewireError                    base: `code`, `message`, `field`, `retry_after_ms`
+PagewireError                    base: `code`, `message`, `field`, `retry_after_ms`, `predicted_ttft_ms`
 ├── InvalidRequest               "invalid_request"     a field is missing, of the wrong type or out of range
 │   ├── UnsupportedFeature       "unsupported"         a known field that this door or model cannot honour
 │   ├── PromptTooLong            "prompt_too_long"     can never fit: the model's context or the whole KV pool
@@ -159,6 +159,14 @@ def _tree(cls: type[PagewireError]) -> dict[str, type[PagewireError]]:
 BY_CODE: dict[str, type[PagewireError]] = _tree(PagewireError)
 
 
-def from_code(code: str, message: str, *, field: str | None = None, retry_after_ms: int | None = None) -> PagewireError:
+def from_code(
+    code: str,
+    message: str,
+    *,
+    field: str | None = None,
+    retry_after_ms: int | None = None,
+    predicted_ttft_ms: int | None = None,
+) -> PagewireError:
     """The error that `code` names; an unknown code (a newer peer) becomes the base class."""
-    return BY_CODE.get(code, PagewireError)(message, field=field, retry_after_ms=retry_after_ms)
+    kind = BY_CODE.get(code, PagewireError)
+    return kind(message, field=field, retry_after_ms=retry_after_ms, predicted_ttft_ms=predicted_ttft_ms)

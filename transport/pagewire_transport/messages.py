@@ -35,6 +35,7 @@ RESERVED_TAGS = frozenset({"kv_offer", "kv_want", "kv_blocks", "kv_taken", "kv_d
 
 Stream = Annotated[int, msgspec.Meta(ge=0, le=MAX_STREAM)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ResumeKey = Annotated[str, msgspec.Meta(max_length=64)]
 PackedIds = bytes
@@ -78,8 +79,17 @@ class Generate(_FromClient, tag="generate", frozen=True, kw_only=True):
     params: SamplingParams = SamplingParams()
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     """Higher runs first."""
+    ttft_ms: Milliseconds | None = None
+    """Wanted time to the first token. If it cannot be kept, the answer is `overloaded`, at once. Left out: what the server
+    promises; 0: whenever."""
+    itl_ms: Milliseconds | None = None
+    """Wanted time between two tokens, likewise."""
+    deadline_ms: Milliseconds | None = None
+    """Beyond this time from its arrival the stream ends with the error `deadline`. Left out or 0: never."""
     namespace: Name = ""
     """Prefix cache entries are shared inside a namespace only."""
+    client: Name = ""
+    """Engine only, for gateways: on whose behalf. Who asks for much has to share fairly with others."""
     echo_text: bool = True
     """Gateway: send text beside token ids. False saves the detokenising where the client does it."""
     on_lag: OnLag = "coalesce"
@@ -329,6 +339,8 @@ class Error(_FromServer, tag="error", frozen=True, kw_only=True):
     stream: int | None = None
     field: str | None = None
     retry_after_ms: int | None = None
+    predicted_ttft_ms: int | None = None
+    """How long the first token would have taken, where that is why."""
 
 
 class Pong(_FromServer, tag="pong", frozen=True, kw_only=True):

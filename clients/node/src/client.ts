@@ -356,7 +356,9 @@ export class Client implements AsyncDisposable {
       return;
     }
     const field = message.field === null ? undefined : callersName(message.field);
-    const error = fromCode(message.code, message.message, { field, retryAfterMs });
+    const error = fromCode(message.code, message.message, {
+      field, retryAfterMs, predictedTtftMs: message.predicted_ttft_ms ?? undefined,
+    });
     const isForgotten = state.isResuming && error instanceof InvalidRequest;
     this.#drop(state, isForgotten ? new ConnectionLost(`the connection broke, and the stream is gone: ${message.message}`) : error);
   }

@@ -30,6 +30,8 @@ export interface ErrorDetails {
   field?: string | undefined;
   /** When to try again; undefined where trying again cannot help. */
   retryAfterMs?: number | undefined;
+  /** How long the first token would have taken, where a request was refused for that. */
+  predictedTtftMs?: number | undefined;
 }
 
 /** Base of all errors that a user of Pagewire can meet. */
@@ -42,6 +44,7 @@ export class PagewireError extends Error {
   readonly reason: string;
   readonly field: string | undefined;
   readonly retryAfterMs: number | undefined;
+  readonly predictedTtftMs: number | undefined;
 
   constructor(message: string, details: ErrorDetails = {}, code?: string) {
     super(details.field === undefined ? message : `${details.field}: ${message}`);
@@ -50,6 +53,7 @@ export class PagewireError extends Error {
     this.code = code ?? new.target.code;
     this.field = details.field;
     this.retryAfterMs = details.retryAfterMs;
+    this.predictedTtftMs = details.predictedTtftMs;
   }
 }
 

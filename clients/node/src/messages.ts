@@ -174,6 +174,7 @@ export const SCHEMAS = {
     stream: maybe(int),
     field: maybe(text),
     retry_after_ms: maybe(int),
+    predicted_ttft_ms: maybe(int),
   },
   pong: { nonce: or(long, 0n), ready: or(flag, true), reason: or(text, '') },
   stats: { values: valuesOf(real) },

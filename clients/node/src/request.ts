@@ -39,6 +39,13 @@ export interface SamplingOptions {
 export interface GenerateOptions extends SamplingOptions {
   /** Higher runs first: -100 to 100. */
   priority?: number;
+  /**
+   * Wanted time to the first token, between tokens, and to the end, in ms. What cannot be kept is refused at once with
+   * `Overloaded`; beyond `deadlineMs` the stream ends with `DeadlineExceeded`.
+   */
+  ttftMs?: number;
+  itlMs?: number;
+  deadlineMs?: number;
   /** Prefix cache entries are shared inside a namespace only. */
   namespace?: string;
   /** False: token ids only, no text. */
@@ -60,7 +67,9 @@ const SAMPLING = [
   'maxTokens', 'minTokens', 'temperature', 'topK', 'topP', 'minP', 'repetitionPenalty', 'presencePenalty',
   'frequencyPenalty', 'logitBias', 'seed', 'n', 'logprobs', 'promptLogprobs', 'stop', 'stopTokenIds', 'ignoreEos',
 ];
-const OTHERS = ['priority', 'namespace', 'echoText', 'onLag', 'resumable', 'templateKwargs'];
+const OTHERS = [
+  'priority', 'namespace', 'echoText', 'onLag', 'resumable', 'templateKwargs', 'ttftMs', 'itlMs', 'deadlineMs',
+];
 
 /**
  * The fields of a prompt: text or token ids.

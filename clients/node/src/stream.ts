@@ -105,5 +105,6 @@ export class Stream implements AsyncIterable<Chunk>, AsyncDisposable {
 
 /** A new one to throw, whose stack shows who waits. */
 function again(error: PagewireError): PagewireError {
-  return fromCode(error.code, error.reason, { field: error.field, retryAfterMs: error.retryAfterMs });
+  const { field, retryAfterMs, predictedTtftMs } = error;
+  return fromCode(error.code, error.reason, { field, retryAfterMs, predictedTtftMs });
 }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from pagewire_transport.codec import convert
 from pagewire_transport.columns import pack_token_ids
 from pagewire_transport.errors import InvalidRequest
 from pagewire_transport.messages import ChatMessage, Generate
 from pagewire_transport.params import SamplingParams
+
+_WISHES: Final = ("ttft_ms", "itl_ms", "deadline_ms")
 
 
 def prompt_source(prompt: str | Iterable[int]) -> dict[str, Any]:
@@ -46,6 +48,15 @@ def chat_source(
             raise InvalidRequest(f"must be one of {shape}, is {type(turn).__name__}", field=f"messages[{index}]")
         turns.append(turn if isinstance(turn, ChatMessage) else dict(turn))
     return {"messages": turns, "template_kwargs": dict(template_kwargs or {})}
+
+
+def wishes(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is about time, as fields of a request, and the rest."""
+    asked = {name: value for name, value in params.items() if name in _WISHES and value is not None}
+    for name, value in asked.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise InvalidRequest("is NaN; give a number", field=name)
+    return asked, {name: value for name, value in params.items() if name not in _WISHES}
 
 
 def sampling_params(params: dict[str, Any]) -> SamplingParams:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from os import PathLike
 from typing import Any, Final
 
-from pagewire_client.arguments import chat_source, prompt_size, prompt_source, sampling_params
+from pagewire_client.arguments import chat_source, prompt_size, prompt_source, sampling_params, wishes
 from pagewire_client.columns import runs, token_logprobs
 from pagewire_client.questions import Questions, listed
 from pagewire_client.state import StreamState
@@ -173,7 +173,9 @@ class Client:
             priority: higher runs first.
             namespace: prefix cache entries are shared inside a namespace only.
             echo_text: text is sent beside token ids.
-            params: fields of `SamplingParams`: max_tokens, temperature, seed, n, stop, logprobs, …
+            params: fields of `SamplingParams`: max_tokens, temperature, seed, n, stop, logprobs, …; and `ttft_ms`, `itl_ms`,
+                `deadline_ms`: wanted times to the first token, between tokens, and to the end. What cannot be kept is
+                refused at once with `Overloaded`.
 
         Raises:
             InvalidRequest: an unknown or bad argument; `field` names it.
@@ -242,9 +244,10 @@ class Client:
         self._link.send(message)
 
     def _start(self, source: dict[str, Any], params: dict[str, Any], **rest: Any) -> Stream:
+        asked, params = wishes(params)
         checked = sampling_params(params)
         number = next(number for number in self._numbers if number not in self._streams)
-        message = convert({"t": "generate", "stream": number, "params": checked, **source, **rest}, Generate)
+        message = convert({"t": "generate", "stream": number, "params": checked, **source, **asked, **rest}, Generate)
         self._check_size(message)
         state = StreamState(
             number,
@@ -324,7 +327,13 @@ class Client:
                 self._distrust(state, error)
 
     def _on_error(self, message: Error) -> None:
-        error = from_code(message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms)
+        error = from_code(
+            message.code,
+            message.message,
+            field=message.field,
+            retry_after_ms=message.retry_after_ms,
+            predicted_ttft_ms=message.predicted_ttft_ms,
+        )
         if message.stream is not None:
             state = self._streams.pop(message.stream, None)
             if state is not None:

@@ -120,4 +120,9 @@ class Stream:
 
 def _again(error: PagewireError) -> PagewireError:
     """A new one to raise: an exception that is raised twice collects both tracebacks, and keeps their frames alive."""
-    return type(error)(error.message, field=error.field, retry_after_ms=error.retry_after_ms)
+    return type(error)(
+        error.message,
+        field=error.field,
+        retry_after_ms=error.retry_after_ms,
+        predicted_ttft_ms=error.predicted_ttft_ms,
+    )

@@ -13,7 +13,7 @@ import numpy as np
 
 from pagewire.clock import Clock
 from pagewire.errors import InvalidRequest
-from pagewire.request.request import Namespace, Request, TokenArray
+from pagewire.request.request import NO_WISHES, Namespace, Request, TokenArray, Wishes
 from pagewire.request.validate import validate
 from pagewire_transport.messages import Replay
 from pagewire_transport.params import SamplingParams
@@ -49,6 +49,8 @@ class Admission:
         namespace: Namespace | None = None,
         arrival_ns: int | None = None,
         replay: Replay | None = None,
+        wishes: Wishes = NO_WISHES,
+        client: str = "",
     ) -> Request:
         """The request, its id drawn, `max_tokens` and `seed` resolved.
 
@@ -78,6 +80,8 @@ class Admission:
             priority=priority,
             namespace=replace(namespace or Namespace(), kv_format=self._kv_format),
             output_ids=output_ids,
+            wishes=wishes,
+            client=client,
         )
 
     def _checked_outputs(self, replay: Replay, params: SamplingParams) -> tuple[TokenArray, ...]:

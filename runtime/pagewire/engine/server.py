@@ -29,7 +29,7 @@ from pagewire.errors import (
     UnknownStream,
     UnsupportedFeature,
 )
-from pagewire.request.request import Namespace, Request, TokenArray
+from pagewire.request.request import Namespace, Request, TokenArray, Wishes
 from pagewire.scheduler.outcome import StepOutcome
 from pagewire.scheduler.sequence import Sequence
 from pagewire.worker.interface import WorkerShape
@@ -279,6 +279,8 @@ class WireServer:
             priority=message.priority,
             namespace=Namespace(tenant=message.namespace),
             replay=replay,
+            wishes=Wishes(ttft_ms=message.ttft_ms, itl_ms=message.itl_ms, deadline_ms=message.deadline_ms),
+            client=message.client or message.namespace or connection.peer.hex(),
         )
         sequences = self._core.submit(request)
         stream = Stream(message.stream, reader, request, memo=message.memo)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+import itertools
+from typing import ClassVar, Final, Protocol
 
 from pagewire.gateway.columns import TokensBuilder
 from pagewire.gateway.pace import Pace
 from pagewire.gateway.stream import GatewayStream
 from pagewire_transport.messages import FromServer
+
+_NUMBERS: Final = itertools.count(1)
 
 
 class Peer(Protocol):
@@ -47,6 +50,8 @@ class Client:
 
     def __init__(self, connection: Peer, pace: Pace) -> None:
         self.connection = connection
+        self.share = f"client-{next(_NUMBERS)}"
+        """Whose share of the service its streams are, where their namespace does not say."""
         self.streams: dict[int, GatewayStream] = {}
         self._pace = pace
         self._marked: list[GatewayStream] = []

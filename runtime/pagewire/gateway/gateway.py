@@ -468,8 +468,8 @@ class Gateway:
 
 def _prompt_field(message: Generate) -> str:
     """The one of `prompt`, `messages` and `prompt_ids` that is given, checked for emptiness (F42)."""
-    if message.replay is not None or message.on_lag != "coalesce" or message.memo:
-        raise UnsupportedFeature("is not served here", field="replay, on_lag or memo")
+    if message.replay is not None or message.on_lag != "coalesce" or message.memo or message.client:
+        raise UnsupportedFeature("is not served here", field="replay, on_lag, memo or client")
     given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(message, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(

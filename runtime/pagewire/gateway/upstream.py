@@ -48,7 +48,11 @@ class Upstream:
                 prompt_ids=prompt_ids,
                 params=msgspec.structs.replace(asked.params, stop=()),
                 priority=asked.priority,
+                ttft_ms=asked.ttft_ms,
+                itl_ms=asked.itl_ms,
+                deadline_ms=asked.deadline_ms,
                 namespace=asked.namespace,
+                client=asked.namespace or client.share,
             )
         )
         stream.upstream = number

@@ -28,9 +28,9 @@ from pagewire.hub import with_local_model
 from pagewire.local.feed import Feed, Feeds
 from pagewire.local.options import config_of
 from pagewire.local.text_side import Messages, TextSide, prompt_field
-from pagewire.request.request import Namespace
+from pagewire.request.request import Namespace, Wishes
 from pagewire.worker.interface import Worker, WorkerShape
-from pagewire_client.arguments import chat_source, prompt_source, sampling_params
+from pagewire_client.arguments import chat_source, prompt_source, sampling_params, wishes
 from pagewire_client.state import StreamState
 from pagewire_client.stream import Stream
 from pagewire_transport.codec import convert
@@ -144,7 +144,9 @@ class Engine:
             priority: higher runs first.
             namespace: prefix cache entries are shared inside a namespace only.
             echo_text: text comes beside token ids.
-            params: fields of `SamplingParams`: max_tokens, temperature, seed, n, stop, logprobs, …
+            params: fields of `SamplingParams`: max_tokens, temperature, seed, n, stop, logprobs, …; and `ttft_ms`, `itl_ms`,
+                `deadline_ms`: wanted times to the first token, between tokens, and to the end. What cannot be kept is
+                refused at once with `Overloaded`.
 
         Raises:
             InvalidRequest: an unknown or bad argument; `field` names it. What only the model knows to be wrong is
@@ -210,8 +212,9 @@ class Engine:
 
     def _start(self, source: dict[str, Any], params: dict[str, Any], **rest: Any) -> Stream:
         self._running()
+        asked, params = wishes(params)
         checked = sampling_params(params)
-        request = convert({"t": "generate", "stream": 0, "params": checked, **source, **rest}, Generate)
+        request = convert({"t": "generate", "stream": 0, "params": checked, **source, **asked, **rest}, Generate)
         texts = self._text.streams(checked, shows_text=request.echo_text)
         now_ns = self._clock.now_ns()
         state = StreamState(
@@ -247,6 +250,8 @@ class Engine:
                 priority=request.priority,
                 namespace=Namespace(tenant=request.namespace),
                 arrival_ns=now_ns,
+                wishes=Wishes(ttft_ms=request.ttft_ms, itl_ms=request.itl_ms, deadline_ms=request.deadline_ms),
+                client=request.namespace,
             )
             assert self._feeds is not None
             self._feeds.open(feed, admitted)

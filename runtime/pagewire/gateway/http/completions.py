@@ -95,6 +95,9 @@ class Completions:
             template_kwargs=body.chat_template_kwargs or {},
             params=params,
             priority=body.priority or 0,
+            ttft_ms=body.ttft_ms,
+            itl_ms=body.itl_ms,
+            deadline_ms=body.deadline_ms,
             namespace=caller.namespace,
         )
         length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -120,6 +123,9 @@ class Completions:
                 prompt_ids=prompt if isinstance(prompt, bytes) else None,
                 params=params,
                 priority=priority,
+                ttft_ms=body.ttft_ms,
+                itl_ms=body.itl_ms,
+                deadline_ms=body.deadline_ms,
                 namespace=caller.namespace,
             )
             for i, prompt in enumerate(prompts)

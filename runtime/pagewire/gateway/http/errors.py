@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -83,7 +84,7 @@ def error_body(error: PagewireError | HttpRefusal) -> bytes:
         return _body(error.message, kind, error.param, error.code)
     _, kind = status_of(error)
     code = _CONTEXT if isinstance(error, PromptTooLong) else error.code
-    return _body(error.message, kind, param_of(error.field), code)
+    return _body(error.message, kind, param_of(error.field), code, _hints(error))
 
 
 def error_response(error: PagewireError | HttpRefusal) -> web.Response:
@@ -100,5 +101,14 @@ def error_response(error: PagewireError | HttpRefusal) -> web.Response:
     return web.Response(status=status, body=error_body(error), content_type="application/json", headers=headers)
 
 
-def _body(message: str, kind: str, param: str | None, code: str) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+def _hints(error: PagewireError) -> dict[str, int]:
+    """Extensions: when to try again, and what a refused request would have waited; only where they are known."""
+    if error.predicted_ttft_ms is None:
+        return {}
+    hints = {"predicted_ttft_ms": error.predicted_ttft_ms}
+    return hints if error.retry_after_ms is None else hints | {"retry_after_ms": error.retry_after_ms}
+
+
+def _body(message: str, kind: str, param: str | None, code: str, hints: Mapping[str, int] | None = None) -> bytes:
+    error = {"message": message, "type": kind, "param": param, "code": code, **(hints or {})}
+    return msgspec.json.encode({"error": error})

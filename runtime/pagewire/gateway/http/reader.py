@@ -61,6 +61,7 @@ class HttpReader(Client):
 
     def __init__(self, connection: HttpConnection, pace: Pace, answer: Answer) -> None:
         super().__init__(connection, pace)
+        self.share = connection.client
         self._answer = answer
         self._has_failed = False
 
@@ -108,7 +109,15 @@ class HttpReader(Client):
                 answer.done(number, ending)
             else:
                 retry = ending.retry_after_ms
-                self._fail(from_code(ending.code, ending.message, field=ending.field, retry_after_ms=retry))
+                self._fail(
+                    from_code(
+                        ending.code,
+                        ending.message,
+                        field=ending.field,
+                        retry_after_ms=retry,
+                        predicted_ttft_ms=ending.predicted_ttft_ms,
+                    )
+                )
         return spent
 
     def _open(self, stream: GatewayStream, most: int) -> int:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from pagewire_transport.messages import Milliseconds
 from pagewire_transport.params import (
     MAX_LOGIT_BIAS,
     MAX_N,
@@ -79,6 +80,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Extension."""
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] | None = None
     """Extension. Higher runs first, from -100 to 100."""
+    ttft_ms: Milliseconds | None = None
+    """Extension. Wanted time to the first token; if it cannot be kept, 429 at once. 0: whenever."""
+    itl_ms: Milliseconds | None = None
+    """Extension. Wanted time between two tokens, likewise."""
+    deadline_ms: Milliseconds | None = None
+    """Extension. Beyond this time the answer ends with an error."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
