@@ -129,6 +129,9 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     dump_dir: Annotated[
         str, msgspec.Meta(description="where a stall's decisions are written; default: the folder for temporary files")
     ] = ""
+    state_dir: Annotated[
+        str, msgspec.Meta(description="where what was learnt about the card is kept; default: ~/.cache/pagewire/cost")
+    ] = ""
 
 
 class ServerConfig(_Section, frozen=True, kw_only=True):

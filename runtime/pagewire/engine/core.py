@@ -37,6 +37,7 @@ from pagewire.engine.watchdog import Progress
 from pagewire.errors import Draining, EngineFailed, InternalError, PagewireError, Unavailable
 from pagewire.metrics import Registry
 from pagewire.request.request import Request, TokenArray
+from pagewire.scheduler.cost_model import CostModel
 from pagewire.scheduler.outcome import StepOutcome
 from pagewire.scheduler.pipeline import Pipeline
 from pagewire.scheduler.scheduler import Scheduler
@@ -69,6 +70,7 @@ class EngineCore:
         sinks: told of every outcome, in this order; the attribute may be changed at any time.
         masks: see `MaskSource`.
         registry: where metrics are kept.
+        cost_model: what is known of how long steps take; None: nothing yet.
         log: a structlog logger; None: that of the process.
     """
 
@@ -81,6 +83,7 @@ class EngineCore:
         sinks: tuple[Sink, ...] = (),
         masks: MaskSource | None = None,
         registry: Registry | None = None,
+        cost_model: CostModel | None = None,
         log: Any = None,
     ) -> None:
         self.worker = worker
@@ -96,6 +99,7 @@ class EngineCore:
             max_step_tokens=shape.max_step_tokens,
             eos_ids=shape.eos_ids,
             prefix_cache=config.cache.prefix_cache,
+            cost_model=cost_model or CostModel(buckets=shape.decode_buckets, mixed_buckets=shape.mixed_buckets),
         )
         self.admission = Admission(
             vocab_size=shape.vocab_size,

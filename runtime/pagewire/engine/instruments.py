@@ -52,9 +52,21 @@ class Instruments:
         gauge("sequences_running", lambda: load().running)
         gauge("sequences_waiting", lambda: load().waiting)
         gauge("sequences_paused", lambda: load().paused)
+        model, promises = scheduler.pacer.model, scheduler.promises
+        gauge("step_prediction_error", lambda: model.error)
+        gauge("step_prediction_bias", lambda: model.bias)
+        gauge("step_prediction_margin", lambda: model.margin)
+        gauge("promises_refused_total", lambda: promises.num_refused)
+        gauge("promises_late_total", lambda: promises.num_late)
+        gauge("clients_waiting", lambda: scheduler.waiting.num_clients)
+        gauge("recomputed_share", lambda: self._recomputed_share(scheduler))
         gauge("kv_blocks", lambda: memory.num_usable)
         gauge("kv_blocks_used", lambda: memory.num_usable - memory.num_available)
         gauge("kv_blocks_cached", lambda: memory.pool.num_cached)
+
+    def _recomputed_share(self, scheduler: Scheduler) -> float:
+        computed = self.prefilled_tokens.value + self.output_tokens.value
+        return scheduler.admission.num_recomputed_tokens / computed if computed else 0.0
 
     def on_submit(self, sequences: list[Sequence]) -> None:
         """A request was taken."""

@@ -15,6 +15,7 @@ from pagewire.child import Report, Reporter, failure, keep_beating
 from pagewire.clock import MonotonicClock
 from pagewire.config import Config
 from pagewire.engine.core import EngineCore
+from pagewire.engine.learnt import Learnt
 from pagewire.engine.load import load_worker
 from pagewire.engine.server import WireServer
 from pagewire.event_loop import run_loop, tame_collector
@@ -47,7 +48,8 @@ async def _serve(config: Config, reporter: Reporter) -> tuple[int, bool]:
     begun = time.monotonic()
     worker = await load_worker(config)
     tame_collector()
-    core = EngineCore(worker, config=config, clock=MonotonicClock())
+    learnt = Learnt(config, worker.shape)
+    core = EngineCore(worker, config=config, clock=MonotonicClock(), cost_model=learnt.model)
     server = WireServer(core, config)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -73,6 +75,7 @@ async def _serve(config: Config, reporter: Reporter) -> tuple[int, bool]:
         ),
         name="beats",
     )
+    keeping = asyncio.create_task(learnt.keep(), name="keep what was learnt")
     failed = asyncio.create_task(core.wait_failed(), name="failure")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -87,7 +90,7 @@ async def _serve(config: Config, reporter: Reporter) -> tuple[int, bool]:
     code = 1 if failed.done() else 0
     await server.close()
     is_clean = await core.stop(_CLOSE_S)
-    for task in (failed, stopping, beating):
+    for task in (failed, stopping, beating, keeping):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

@@ -19,9 +19,9 @@ from pagewire.models.decoder import Decoder
 from pagewire.step.step import Int32Array, StepPlan
 from pagewire.worker.gpu_device import Device
 from pagewire.worker.gpu_fixed_ops import FixedOps
-from pagewire.worker.gpu_graphs import Batch, DecodeGraphs, Inbox
+from pagewire.worker.gpu_graphs import Batch, DecodeGraphs, Inbox, bucket_sizes
 from pagewire.worker.gpu_memory import GpuKV, num_blocks_on_card
-from pagewire.worker.gpu_mixed import TOKEN_BUCKETS, MixedBatch, MixedGraphs, MixedInbox, Shape
+from pagewire.worker.gpu_mixed import TOKEN_BUCKETS, MixedBatch, MixedGraphs, MixedInbox, Shape, shapes
 from pagewire.worker.gpu_model import Attend, GpuModel, check_covered
 from pagewire.worker.gpu_ops import FP8_WEIGHTS, Chunks, Ops, TritonOps
 from pagewire.worker.gpu_results import Arrival, PromptScores, Results
@@ -145,6 +145,10 @@ class Stepper:
             kv_bytes=self.memory.num_bytes,
             model_name=decoder.name,
             max_step_tokens=self._max_step_tokens,
+            decode_buckets=bucket_sizes(max_rows) if self._graphs is not None else (),
+            mixed_buckets=tuple(sorted({shape.num_tokens for shape in shapes(max_rows, self._max_step_tokens)}))
+            if self._mixed is not None
+            else (),
             kv_format=kv_scales.for_model(cache.kv_scales, model).digest if cache.kv_dtype == "fp8" else "",
         )
 

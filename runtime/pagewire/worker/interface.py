@@ -30,6 +30,10 @@ class WorkerShape:
     """Tells KV from KV of other types and scales; "" for that of the weights' type."""
     max_step_tokens: int | None = None
     """Steps of more would gain nothing, or hold the loop; None: as many as the configuration says."""
+    decode_buckets: tuple[int, ...] = ()
+    """Rows that steps without prefill are padded to, ascending; without any, nothing is padded."""
+    mixed_buckets: tuple[int, ...] = ()
+    """Tokens that steps with prefill are padded to, likewise."""
 
 
 @dataclass(slots=True)

@@ -26,6 +26,20 @@ _GAUGES: Final = {
     "kv_blocks": ("kv_cache_blocks", "KV blocks there are"),
     "kv_blocks_used": ("kv_cache_blocks_used", "KV blocks that sequences hold"),
     "kv_blocks_cached": ("kv_cache_blocks_cached", "KV blocks that only the prefix cache holds"),
+    "step_prediction_error": (
+        "step_prediction_error",
+        "Mean relative error of predicted step times, where promises are",
+    ),
+    "step_prediction_bias": (
+        "step_prediction_bias",
+        "The same with its sign: above 0, steps take longer than predicted",
+    ),
+    "step_prediction_margin": (
+        "step_prediction_margin",
+        "Taken off the time of a step, so that it hardly ever is late",
+    ),
+    "clients_waiting": ("clients_waiting", "Clients of which something waits to run"),
+    "recomputed_share": ("recomputed_share", "Part of all computed tokens that were computed again after preemptions"),
     "gateway_connections": ("gateway_connections", "Clients, each open HTTP request counted as one"),
     "gateway_streams": ("gateway_streams", "Open streams"),
     "gateway_prompts_waiting": ("gateway_prompts_waiting", "Prompts being tokenised"),
@@ -40,6 +54,8 @@ _COUNTERS: Final = {
     "recomputed_tokens_total": ("recomputed_tokens", "Tokens computed again after preemptions"),
     "prompt_tokens_cached_total": ("prefix_cache_hits", "Prompt tokens that the prefix cache spared"),
     "preemptions_total": ("num_preemptions", "Times that a sequence lost its blocks"),
+    "promises_refused_total": ("promises_refused", "Requests refused since their promise could not have been kept"),
+    "promises_late_total": ("promises_late", "Sequences that could not be in time any more and let others go first"),
     "steps_total": ("engine_steps", "Steps applied"),
     "stalls_total": ("engine_stalls", "Steps that took longer than they may"),
 }
