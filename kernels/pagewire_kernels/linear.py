@@ -13,7 +13,7 @@ from torch.nn.functional import linear as library_linear
 from pagewire_kernels import linear_hopper, linear_table
 from pagewire_kernels.activation import silu_mul
 from pagewire_kernels.linear_hopper import LinearScratch, Tiling
-from pagewire_kernels.quantise import Fp8Rows, quantise, silu_mul_quantise
+from pagewire_kernels.quantise import Fp8Rows, quantise, scale_product, silu_mul_quantise
 
 
 def scratch_for(device: torch.device) -> LinearScratch | None:
@@ -40,9 +40,12 @@ def choose(
         fp8: x and weights in E4M3.
     """
     kind = ("fp8 gated" if gated else "fp8") if fp8 else "gated" if gated else "wide" if wide else ""
-    bucket = max(16, 1 << (num_tokens - 1).bit_length())
-    row = linear_table.TABLE.get((n, k, kind, bucket))
-    return None if row is None else Tiling(*row)
+    row = linear_table.TABLE.get((n, k, kind, _bucket(num_tokens)))
+    return None if row is None or row == linear_table.APART else Tiling(*row)
+
+
+def _bucket(num_tokens: int) -> int:
+    return max(16, 1 << (num_tokens - 1).bit_length())
 
 
 def linear(
@@ -94,6 +97,8 @@ def linear_fp8(
     m, n, k = x.values.shape[0], *weight.shape
     tiling = choose(n, k, m, fp8=True) if scratch is not None else None
     if tiling is None or scratch is None or not linear_hopper.is_supported(x.values, weight):
+        if scratch is not None and linear_table.TABLE.get((n, k, "fp8", _bucket(m))) == linear_table.APART:
+            return scaled_apart(x, weight, scales, scratch).to(dtype)
         return _scaled_mm(x, weight, scales).to(dtype)
     out = torch.empty(m, n, dtype=torch.bfloat16, device=weight.device)
     linear_hopper.launch(out, x.values, weight, scratch, tiling, scales=(x.scales, scales))
@@ -127,6 +132,17 @@ def gated_fp8(
     inner = torch.empty(m, n, dtype=torch.bfloat16, device=weight.device)
     linear_hopper.launch(inner, x.values, weight, scratch, tiling, scales=(x.scales, scales), gated=True)
     quantise(out, inner, dependent=dependent)
+
+
+def scaled_apart(x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor, scratch: LinearScratch) -> torch.Tensor:
+    """As `linear_fp8` in bf16: cuBLAS splits a long sum over few outputs, which the library's product with scales inside does not.
+
+    Sums of unscaled values are at most 448² K, far inside bf16's range.
+    """
+    one = scratch.one
+    y = torch._scaled_mm(x.values, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    scale_product(y, x.scales, scales)
+    return y
 
 
 def _scaled_mm(x: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,7 @@ class LinearScratch:
         programs = torch.cuda.get_device_properties(device).multi_processor_count
         self.parts = torch.empty(programs * _MOST_SUMS, dtype=torch.float32, device=device)
         self.flags = torch.zeros(2 * programs, dtype=torch.int32, device=device)
+        self.one = torch.ones((), dtype=torch.float32, device=device)  # a scale that changes nothing
 
 
 def is_supported(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 A key is (outputs, inputs, kind, most tokens), kind being "gated", "wide" for float32 outputs, or "";
 in E4M3 "fp8" or "fp8 gated" (`perf/gemm_fp8.py --tune`). A value holds the fields of
-`linear_hopper.Tiling`.
+`linear_hopper.Tiling`, or zeros: the library's product of values without scales, which are applied behind it.
 """
 
 from typing import Final
@@ -12,6 +12,9 @@ Row = tuple[int, int, int, int, int, int, int, int]
 
 PROGRAMS: Final = 132
 """Multiprocessors of the card that the table is for."""
+
+APART: Final[Row] = (0, 0, 0, 0, 0, 0, 0, 0)
+"""Instead of a tiling: scales are applied apart."""
 
 TABLE: Final[dict[Key, Row]] = {
     (1280, 8192, "", 16): (64, 16, 128, 8, 1, 80, 4, 0),

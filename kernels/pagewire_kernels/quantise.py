@@ -70,6 +70,37 @@ def silu_mul_quantise(out: Fp8Rows, gate_up: torch.Tensor, *, dependent: bool = 
     _launch(out, gate_up, gated=True, dependent=dependent)
 
 
+def scale_product(product: torch.Tensor, row_scales: torch.Tensor, column_scales: torch.Tensor) -> None:
+    """product[m, n] ·= row_scales[m] · column_scales[n], in place.
+
+    Args:
+        product: [M, N] contiguous, sums of what is scaled.
+        row_scales: float32 [M].
+        column_scales: float32 [N].
+    """
+    m, n = product.shape
+    if row_scales.shape != (m,) or column_scales.shape != (n,) or not product.is_contiguous():
+        raise ValueError(f"{tuple(row_scales.shape)} and {tuple(column_scales.shape)} scale no {tuple(product.shape)}")
+    block = min(1024, triton.next_power_of_2(n))
+    _scale_kernel[(m, triton.cdiv(n, block))](product, row_scales, column_scales, N=n, BLOCK=block)
+
+
+@triton.jit
+def _scale_kernel(
+    product_ptr,  # [M, N]
+    row_scales_ptr,  # [M]
+    column_scales_ptr,  # [N]
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = product_ptr + row.to(tl.int64) * N + i
+    scale = tl.load(row_scales_ptr + row) * tl.load(column_scales_ptr + i, mask=i < N, other=0.0)
+    y = tl.load(at, mask=i < N, other=0.0).to(tl.float32) * scale
+    tl.store(at, y.to(product_ptr.dtype.element_ty), mask=i < N)
+
+
 def _launch(
     out: Fp8Rows,
     x: torch.Tensor,

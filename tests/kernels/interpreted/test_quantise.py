@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.quantise import Fp8Rows, quantise, rms_norm_quantise, silu_mul_quantise
+from pagewire_kernels.quantise import Fp8Rows, quantise, rms_norm_quantise, scale_product, silu_mul_quantise
 from pagewire_kernels.vector_linear import vector_linear
 
 NAN = float("nan")
@@ -78,3 +78,11 @@ def test_scales_belong_to_the_weight(rand):
     for wrong in (None, scales[:3]):
         with pytest.raises(ValueError, match="E4M3"):
             vector_linear(torch.empty(1, 4), rand(1, 16), weight, scales=wrong)
+
+
+@pytest.mark.parametrize("n", [16, 1100])
+def test_scales_apart(rand, n):
+    product, rows, columns = rand(5, n), rand(5).abs(), rand(n).abs()
+    expected = product * rows[:, None] * columns[None, :]
+    scale_product(product, rows, columns)
+    torch.testing.assert_close(product, expected)
