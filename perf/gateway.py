@@ -233,7 +233,7 @@ def http_post(port: int, body: dict) -> socket.socket:
     data = json.dumps(body).encode()
     one = socket.create_connection(("127.0.0.1", port))
     one.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         % len(data)
         + data
     )

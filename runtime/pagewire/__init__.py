@@ -34,7 +34,16 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == __name__:  # a fault of ours
+            raise
+        raise ModuleNotFoundError(
+            f"pagewire.{name} needs {error.name}, which is not installed: pip install 'pagewire[serve]'"
+            " (`pip install pagewire` alone is the client: pagewire_client.connect)",
+            name=error.name,
+        ) from None
 
 
 def __dir__() -> list[str]:

@@ -41,7 +41,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     event: Literal["loading", "ready", "beat", "failed", "draining", "stop"]
     stage: str = ""
-    """What is being done, for `loading`: `import`, `weights`, `warm-up`, …"""
+    """What is being done, for `loading`: `import`, `weights 42 %`, `warm-up`, …"""
     endpoint: str = ""
     """Where the child listens, for `ready`."""
     model: str = ""
@@ -91,6 +91,7 @@ class Reporter:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._percent = -1
         os.set_blocking(fd, False)
 
     def send(self, report: Report) -> None:
@@ -106,13 +107,23 @@ class Reporter:
 
     def beat(self, stall: str = "") -> None:
         """Say that the loop turns. Never waits: a line below 4,096 bytes is written whole or not at all."""
+        self._try(Report(event="beat", stall=stall[:_LONGEST_STALL]))
+
+    def _try(self, report: Report) -> None:
         try:
-            os.write(self._fd, encode_report(Report(event="beat", stall=stall[:_LONGEST_STALL])))
+            os.write(self._fd, encode_report(report))
         except (BrokenPipeError, BlockingIOError):
             return
 
     def loading(self, stage: str) -> None:
         self.send(Report(event="loading", stage=stage))
+
+    def weights(self, part: float) -> None:
+        """Say how much of the weights is read, from 0 to 1, a hundred times at most. From any thread; never waits."""
+        percent = int(100 * part)
+        if percent != self._percent:
+            self._percent = percent
+            self._try(Report(event="loading", stage=f"weights {percent} %" if percent < 100 else "warm-up"))
 
     def failed(self, error: BaseException) -> None:
         self.send(failure(error))

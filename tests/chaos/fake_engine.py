@@ -127,7 +127,7 @@ def echo(tokens, seed):
     return int(tokens[tokens.size - max(1, min(seed, tokens.size))])
 
 
-async def load_worker(config):
+async def load_worker(config, on_progress):
     return make_worker(config)
 
 

@@ -16,6 +16,7 @@ from tests.cli.echo_server import environment_of, pagewire
 
 from pagewire.cli.batch_lines import parse_line
 from pagewire.cli.batch_output import BatchOutput, hash_of
+from pagewire.cli.main import main
 from pagewire.errors import ConfigError, InvalidRequest
 
 
@@ -221,3 +222,14 @@ def test_whatever_is_cut_off_the_rest_is_whole_and_sorted(tmp_path_factory, orde
             output.add(number, b"%d" % number, {"text": "é" * number})
         output.sort()
     assert [(record["line"], record["text"]) for record in _records(path)] == [(n, "é" * n) for n in range(1, 9)]
+
+
+@pytest.mark.parametrize("content", [b"GGUF\3\0\0\0", '{"prompt": "x"}'.encode("utf-16"), b"\x1f\x8b\0\0"])
+def test_a_binary_file_is_refused_as_a_whole(tmp_path, capsys, content):
+    source = tmp_path / "r.jsonl"
+    source.write_bytes(content)
+    assert main(["batch", str(source), "--url", "ipc:///none"]) == 2
+    assert capsys.readouterr().err == (
+        f"pagewire: {source} is no text in UTF-8; give a file with a request, a JSON object, a line\n"
+    )
+    assert list(tmp_path.iterdir()) == [source]

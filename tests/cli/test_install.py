@@ -42,6 +42,15 @@ def test_client_and_transport_alone(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["LLM", "Engine"])
+def test_the_engine_in_process_says_what_to_install(tmp_path, name):
+    done = _python(tmp_path, SERVE, "-c", f"import pagewire\npagewire.{name}")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ModuleNotFoundError: pagewire.{name} needs ")
+    assert "pip install 'pagewire[serve]'" in last
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"), [(["--help"], 0), (["version"], 0), (["keys", "list"], 0), (["serve", "--help"], 0)]
 )

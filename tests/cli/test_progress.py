@@ -23,6 +23,10 @@ async def test_a_terminal_sees_what_each_part_does_and_a_clean_line_at_the_end()
         async with asyncio.timeout(5):
             while "engine: weights\r" not in out.getvalue():
                 await asyncio.sleep(0.01)
+        stages = {"engine": "weights 50 %"}
+        async with asyncio.timeout(5):
+            while "engine: weights ██████████░░░░░░░░░░ 50 %\r" not in out.getvalue():
+                await asyncio.sleep(0.01)
         end()
         whole = out.getvalue()
         assert whole.endswith("\r\x1b[2K")

@@ -194,3 +194,8 @@ async def test_a_folder_without_weights_is_2(temporary):
 async def test_an_address_that_others_reach_is_2(temporary):
     """F10."""
     assert "bind" in await _refused(temporary, *_tiny(temporary), "--bind", "tcp://0.0.0.0:5570")
+
+
+async def test_keys_without_http_are_2(temporary):
+    said = await _refused(temporary, *_tiny(temporary), "--api-key-file", str(temporary / "keys.jsonl"))
+    assert "give --http HOST:PORT as well" in said

@@ -404,6 +404,25 @@ async def test_a_request_behind_a_hello_that_is_refused_fares_as_that():
             assert caught.value.retry_after_ms == 100
 
 
+async def test_who_gave_time_waits_for_a_server_that_starts():
+    """Both parts of a server restart, say: the gateway is back first, and lets nobody in before the engine is."""
+    async with opened() as (door, handler):
+        handler.shut = Unavailable("the server is still starting", retry_after_ms=100)
+        with pytest.raises(Unavailable):  # who gave none is told at once
+            async with connect(door.url):
+                pass
+        with pytest.raises(Unavailable, match="still starting"):
+            async with connect(door.url, timeout_s=0.1):
+                pass
+        asyncio.get_running_loop().call_later(0.2, setattr, handler, "shut", None)
+        async with connect(door.url, timeout_s=20) as client:
+            assert client.info.model
+        handler.shut = Draining("no")
+        with pytest.raises(Draining):  # it does not say that trying again helps
+            async with connect(door.url, timeout_s=20):
+                pass
+
+
 def finished(stream, num, **fields):
     return Finished(stream=stream, reason="length", num_tokens=num, **fields)
 

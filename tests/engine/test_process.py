@@ -188,6 +188,9 @@ class Reports:
     def loading(self, stage):
         pass
 
+    def weights(self, part):
+        pass
+
     def send(self, report):
         self.sent.put_nowait(report)
 
@@ -200,7 +203,7 @@ async def served(tmp_path, monkeypatch):
     """An engine's life as a task, with a worker driven by hand and a connected client."""
     worker = HandWorker(max_model_len=512)
 
-    async def load(config):
+    async def load(config, on_progress):
         return worker
 
     monkeypatch.setattr(engine_process, "load_worker", load)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import re
 import socket
 import time
 from datetime import UTC, datetime
@@ -95,6 +96,7 @@ async def test_an_address_in_use_is_refused():
             async with serving(address=bench.url.removeprefix("http://")):
                 pass
         assert caught.value.field == "http.address"
+        assert "another program listens there; stop it, or take another port" in str(caught.value)
 
 
 async def test_paths_and_methods(bench):
@@ -139,8 +141,8 @@ async def test_limits_of_size():
             status, body = await bench.post(CHAT, {**HI, **fields})
             assert (status, body["error"]["param"]) == (400, param)
         many = b"".join(b"X-%d: 1\r\n" % i for i in range(50))
-        assert b" 400 " in await raw(bench, b"GET /health HTTP/1.1\r\nHost: x\r\n" + many + b"\r\n")
-        long = b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 3000 + b"\r\n\r\n"
+        assert b" 400 " in await raw(bench, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + many + b"\r\n")
+        long = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 3000 + b"\r\n\r\n"
         assert b" 400 " in await raw(bench, long)
         assert b" 400 " in await raw(bench, b"GET /" + b"z" * 3000 + b" HTTP/1.1\r\n\r\n")
         assert await bench.chat()
@@ -150,12 +152,16 @@ async def test_limits_of_size():
 async def test_limits_of_time():
     """Headers and bodies that never end, and connections that ask nothing, are given up."""
     async with serving(header_timeout_ms=300, body_timeout_ms=300) as bench:
-        for begun in (b"", b"GET /health HTTP/1.1\r\nHost: ", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /he"):
+        for begun in (
+            b"",
+            b"GET /health HTTP/1.1\r\nHost: ",
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he",
+        ):
             before = time.monotonic()
             answer = await raw(bench, begun)
             assert 0.2 < time.monotonic() - before < 1.5
             assert b"200 OK" in answer if begun.count(b"\r\n\r\n") else answer == b""
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         answer = await raw(bench, head + b"Content-Length: 100\r\n\r\n{")
         assert b" 408 " in answer
         assert b'"code":"timeout"' in answer
@@ -167,7 +173,7 @@ async def test_continue_is_said_to_those_who_wait_for_it(bench):
     host, port = bench.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(data)
     )
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -261,7 +267,7 @@ async def test_a_reader_that_reads_nothing_is_cut(stream):
         await asyncio.get_running_loop().sock_connect(narrow, (host, int(port)))
         reader, writer = await asyncio.open_connection(sock=narrow, limit=1000)
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
             % len(data)
             + data
         )
@@ -370,7 +376,7 @@ async def test_bodies_being_read_are_bounded_together():
     """F50: by what they say they will have, before a byte of them is kept."""
     async with serving(max_body_bytes=2048, body_timeout_ms=1000) as bench:
         host, port = bench.url.removeprefix("http://").split(":")
-        head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 2048\r\n\r\n"
+        head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2048\r\n\r\n"
         slow = [await asyncio.open_connection(host, int(port)) for _ in range(16)]
         for _, writer in slow:
             writer.write(head)
@@ -403,3 +409,59 @@ async def test_before_the_engine_is_there_every_door_gives_one_answer(bench):
     ]
     for status, body in answers:
         assert (status, body["error"]["code"]) == (503, refusal.value.code)
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (b"nonsense\r\n\r\n", "no HTTP request"),
+        (b"GET / HTTP/9.9x\r\n\r\n", "no HTTP request"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", "without TLS"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 20_000 + b"\r\n\r\n", "too long"),
+        (b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", "too long"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 100 + b"\r\n", ""),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nbroken header\r\n\r\n", "no HTTP request"),
+    ],
+)
+async def test_what_is_no_request_is_refused_as_everything_else(bench, request_, says):
+    """In OpenAI's shape, and without the name and version of a library."""
+    answer = await raw(bench, request_)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert re.match(rb"HTTP/1\.[01] 400 ", head)
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "bad_request", None)
+    assert says in error["message"]
+    assert b"aiohttp" not in answer
+
+
+async def test_no_answer_names_its_software(bench):
+    for path in ("/health", "/v1/models", "/nothing"):
+        async with bench.session.get(bench.url + path) as response:
+            assert "Server" not in response.headers
+    async with bench.session.post(bench.url + CHAT, json={**HI, "stream": True}) as response:
+        assert "Server" not in response.headers
+        await response.read()
+
+
+async def test_a_name_that_somebody_points_here_is_not_answered(bench):
+    """DNS rebinding: a web page's own host name, which its owner lets point to 127.0.0.1."""
+    port = bench.url.rpartition(":")[2]
+    for host in ("localhost", "LOCALHOST", f"127.0.0.1:{port}", "[::1]:8000", "models.localhost"):
+        assert (await bench.get("/v1/models", headers={"Host": host}))[0] == 200
+    for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example"):
+        status, body = await bench.get("/v1/models", headers={"Host": host})
+        assert (status, body["error"]["code"]) == (403, "host_not_allowed")
+    async with serving(allow_no_keys=True) as behind_a_proxy:
+        assert (await behind_a_proxy.get("/v1/models", headers={"Host": "models.example"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("address", "says"), [("203.0.113.7:8000", "no such address"), ("no.such.host.invalid:8000", "")]
+)
+async def test_an_address_that_cannot_be_had_says_what_helps(address, says):
+    with pytest.raises(ConfigError) as caught:
+        async with serving(address=address, allow_no_keys=True):
+            pass
+    assert caught.value.field == "http.address"
+    assert says in str(caught.value)
+    assert ";" in str(caught.value)

@@ -50,6 +50,19 @@ def test_a_report_to_a_parent_that_is_gone_is_no_error():
     os.close(into)
 
 
+def test_weights_are_told_in_percent_and_a_full_pipe_holds_nobody_up():
+    out, into = os.pipe()
+    reporter = Reporter(into)
+    for layer in range(1, 1001):
+        reporter.weights(layer / 1000)
+    stages = [decode_report(line).stage for line in os.read(out, 65_536).splitlines()]
+    assert stages == [*(f"weights {percent} %" for percent in range(100)), "warm-up"]
+    for turn in range(100_000):
+        reporter.weights(turn % 100 / 100)
+    os.close(out)
+    os.close(into)
+
+
 def test_the_configuration_fits_a_pipe():
     """`Child.start` writes it before anybody reads: it must fit the smallest pipe buffer there is."""
     long = from_mapping({"model": {"path": "x" * 4096, "name": "y" * 256}})

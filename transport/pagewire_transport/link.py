@@ -96,26 +96,37 @@ class Link:
         self._socket = self._connect()
         self._ticker = self._loop.call_later(self._heartbeat_ms * 1e-3, self._tick)
 
-    async def wait_welcome(self, timeout_s: float) -> Welcome:
+    async def wait_welcome(self, timeout_s: float, *, is_patient: bool = False) -> Welcome:
         """Wait until the server let us in.
+
+        Args:
+            timeout_s: in all.
+            is_patient: a refusal that says when to try again (the server starts, or is full) is not the end: we say hello
+                again until there is no time left.
 
         Raises:
             ConnectionLost: nobody answered in time.
             PagewireError: the server refused us, as its error says.
         """
-        if self.welcome is not None:
-            return self.welcome
-        if self._refusal is not None:
-            raise self._refusal
-        waiter: asyncio.Future[Welcome] = self._loop.create_future()
-        self._waiters.append(waiter)
-        try:
-            return await asyncio.wait_for(waiter, timeout_s)
-        except TimeoutError:
-            raise ConnectionLost(f"no server answers at {self.url} after {timeout_s:g} s: is it running?") from None
-        finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+        end = self._loop.time() + timeout_s
+        while self.welcome is None:
+            refusal = self._refusal
+            if refusal is not None and not (is_patient and refusal.retry_after_ms is not None):
+                raise refusal
+            waiter: asyncio.Future[Welcome] = self._loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                return await asyncio.wait_for(waiter, end - self._loop.time())
+            except TimeoutError:
+                nobody = ConnectionLost(f"no server answers at {self.url} after {timeout_s:g} s: is it running?")
+                raise (refusal or nobody) from None
+            except PagewireError as error:
+                if error is not self._refusal:
+                    raise
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+        return self.welcome
 
     def send(self, message: FromClient) -> None:
         """Send; keep it while the server takes nothing.

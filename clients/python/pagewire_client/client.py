@@ -73,8 +73,9 @@ async def connect(
 
     Args:
         url: of a gateway or an engine; None: the newest server that this user runs on this machine.
-        timeout_s: how long to wait for the server's welcome, also for a server at `url` that comes later. None: 10 s for
-            one that is there, no time for one whose ipc socket is missing or dead.
+        timeout_s: how long to wait for the server's welcome, also for a server at `url` that comes later, or refuses
+            because it is still starting. None: 10 s for one that is there, no time for one whose ipc socket is missing or
+            dead, or that refuses.
         name: free text for the server's logs.
         server_key: the public key of a server that asks for keys; needs `key_file`.
         key_file: our own keys, made by `pagewire keys curve new`.
@@ -92,7 +93,7 @@ async def connect(
         raise ConnectionLost(f"no server answers at {url}: is it running?")
     client = Client(url, name=name, curve=curve)
     try:
-        await client.wait_ready(_WELCOME_S if timeout_s is None else timeout_s)
+        await client.wait_ready(_WELCOME_S if timeout_s is None else timeout_s, is_patient=timeout_s is not None)
         yield client
     finally:
         await client.close()
@@ -140,14 +141,14 @@ class Client:
         """Open streams, those included that were cancelled and are waiting for the server's last word."""
         return len(self._streams)
 
-    async def wait_ready(self, timeout_s: float) -> Welcome:
-        """Wait for the server's welcome.
+    async def wait_ready(self, timeout_s: float, *, is_patient: bool = False) -> Welcome:
+        """Wait for the server's welcome; `is_patient`: also while it says that it is starting, or full.
 
         Raises:
             ConnectionLost: it did not come in time.
             PagewireError: the server refused.
         """
-        self._info = await self._link.wait_welcome(timeout_s)
+        self._info = await self._link.wait_welcome(timeout_s, is_patient=is_patient)
         return self._info
 
     async def close(self) -> None:

@@ -37,6 +37,7 @@ _STOPS: Final = (ConnectionLost, Draining, EngineFailed, Unauthorized)
 """Not this line's fault: the batch stops, and the line is asked again when it is run again."""
 _REMOTE_CONCURRENCY: Final = 64
 _RETRY_S: Final = 1.0
+_LOOKED_AT: Final = 65_536
 
 
 class _Door(Protocol):
@@ -73,10 +74,22 @@ def _files(namespace: argparse.Namespace) -> tuple[Path, Path]:
     source: Path = namespace.file
     if not source.is_file():
         raise ConfigError(f"{source} is no file; give a file with a request a line")
+    _refuse_binary(source)
     target: Path = namespace.out or source.with_name(f"{source.name.removesuffix('.jsonl')}.out.jsonl")
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the file of the requests; the answers go elsewhere", field="out")
     return source, target
+
+
+def _refuse_binary(source: Path) -> None:
+    """A model, an archive or a text in UTF-16 would be one error a line; no JSON in UTF-8 has a zero byte."""
+    try:
+        with source.open("rb") as file:
+            is_binary = b"\0" in file.read(_LOOKED_AT)
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
+    if is_binary:
+        raise ConfigError(f"{source} is no text in UTF-8; give a file with a request, a JSON object, a line")
 
 
 def _lines(source: Path) -> Iterator[tuple[int, bytes]]:

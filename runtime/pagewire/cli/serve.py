@@ -35,6 +35,10 @@ def run(namespace: argparse.Namespace) -> int:
         if config.model.path:
             raise ConfigError("the model is named twice: as MODEL and as --path", field="model.path")
         config = with_model(config, namespace.model)
+    if config.http.api_key_file and not config.http.address:
+        raise ConfigError(
+            "keys are asked for over HTTP, and HTTP is off: give --http HOST:PORT as well", field="http.api_key_file"
+        )
     config = with_model_here(config)
     check_model(Path(config.model.path), config.model.load_format)
     _say(f"loading {model_name(config)} …")

@@ -8,12 +8,15 @@ import torch
 
 from pagewire.config import Config
 from pagewire.errors import ConfigError
+from pagewire.models.weights import Progress
 from pagewire.worker.cpu import CpuWorker
 from pagewire.worker.interface import Worker
 
 
-async def load_worker(config: Config) -> Worker:
+async def load_worker(config: Config, on_progress: Progress | None = None) -> Worker:
     """The worker that the configuration asks for, its model loaded; off the loop. `auto`: a GPU where there is one.
+
+    `on_progress` is told, in another thread, which part of the weights is there.
 
     Raises:
         ModelError: the model cannot be served.
@@ -28,5 +31,5 @@ async def load_worker(config: Config) -> Worker:
         # Imported here and not above: it loads Triton, which a machine without a GPU need not have.
         from pagewire.worker.gpu import GpuWorker  # noqa: PLC0415
 
-        return await GpuWorker.load(config)
-    return await CpuWorker.load(config)
+        return await GpuWorker.load(config, on_progress)
+    return await CpuWorker.load(config, on_progress)

@@ -46,7 +46,7 @@ async def _serve(config: Config, reporter: Reporter) -> tuple[int, bool]:
     """The exit code, and whether the worker closed."""
     reporter.loading("weights")
     begun = time.monotonic()
-    worker = await load_worker(config)
+    worker = await load_worker(config, reporter.weights)
     tame_collector()
     learnt = Learnt(config, worker.shape)
     core = EngineCore(worker, config=config, clock=MonotonicClock(), cost_model=learnt.model)

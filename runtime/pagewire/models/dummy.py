@@ -11,18 +11,21 @@ from torch import Tensor
 
 from pagewire.models import safetensors
 from pagewire.models.config import DecoderConfig
-from pagewire.models.weights import DecoderWeights, Kinds, LayerWeights
+from pagewire.models.weights import DecoderWeights, Kinds, LayerWeights, Progress
 from pagewire_kernels import reference
 
 SEED: Final = 0
 
 
-def load(path: Path, kinds: Kinds) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+def load(
+    path: Path, kinds: Kinds, on_progress: Progress | None = None
+) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
     """As `safetensors.load`, with weights drawn at random; `path` is a `config.json` or the folder that holds one.
 
     Raises:
         ModelError: the configuration is missing or cannot be served.
     """
+    del on_progress  # they are made in no time
     folder = path.parent if path.is_file() else path
     config = safetensors.read_config(folder)
     weights = random_weights(config, kinds.dtype, device=kinds.device, vector_dtype=kinds.vector_dtype, kinds=kinds)

@@ -22,7 +22,7 @@ from pagewire.errors import ModelError
 from pagewire.gguf_header import read_header
 from pagewire.models.config import DecoderConfig
 from pagewire.models.gguf_config import PERMUTED, check_extents, from_gguf, num_bytes
-from pagewire.models.weights import DecoderWeights, Kinds, TensorNames, assemble, bias_of
+from pagewire.models.weights import DecoderWeights, Kinds, Progress, TensorNames, assemble, bias_of
 
 NAMES: Final = TensorNames(
     embedding="token_embd.weight",
@@ -136,7 +136,9 @@ class GGUFFile:
         return out.reshape(info.shape)
 
 
-def load(path: Path, kinds: Kinds) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+def load(
+    path: Path, kinds: Kinds, on_progress: Progress | None = None
+) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
     """Configuration, weights and EOS ids of a GGUF file.
 
     Raises:
@@ -144,7 +146,7 @@ def load(path: Path, kinds: Kinds) -> tuple[DecoderConfig, DecoderWeights, tuple
     """
     file = GGUFFile(path)
     config = file.read_config()
-    weights = assemble(config, file, NAMES, kinds)
+    weights = assemble(config, file, NAMES, kinds, on_progress=on_progress)
     if file.shape(_ROPE_FACTORS) == (config.head_dim // 2,):
         weights.rope_factors = torch.empty(config.head_dim // 2)
         file.read_into(_ROPE_FACTORS, weights.rope_factors)

@@ -11,7 +11,7 @@ from pagewire.config import ModelConfig
 from pagewire.errors import ConfigError, ModelError
 from pagewire.models import dummy, gguf, safetensors
 from pagewire.models.decoder import Decoder
-from pagewire.models.weights import Kinds
+from pagewire.models.weights import Kinds, Progress
 
 _LOADERS: Final = {"gguf": gguf.load, "safetensors": safetensors.load, "dummy": dummy.load}
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,6 +24,7 @@ def load_model(
     device: torch.device | str = "cpu",
     vector_dtype: torch.dtype | None = None,
     keeps_fp8: bool = False,
+    on_progress: Progress | None = None,
 ) -> Decoder:
     """Load a model.
 
@@ -33,6 +34,7 @@ def load_model(
         device: where the weights go.
         vector_dtype: of norms and biases; None: as matrices.
         keeps_fp8: see `pagewire.models.weights.Kinds`.
+        on_progress: told how far it is.
 
     Raises:
         ModelError: the model cannot be served; one line that says why and what to do.
@@ -48,7 +50,7 @@ def load_model(
         path = path.parent
     dtype = auto_dtype if config.dtype == "auto" else _DTYPES[config.dtype]
     kinds = Kinds(dtype, torch.device(device), vector_dtype, config.quantization, keeps_fp8)
-    decoder_config, weights, eos_ids = _LOADERS[kind](path, kinds)
+    decoder_config, weights, eos_ids = _LOADERS[kind](path, kinds, on_progress)
     if config.max_model_len > decoder_config.max_positions:
         raise ConfigError(
             f"{config.max_model_len} is more than the {decoder_config.max_positions} tokens of this model",

@@ -15,7 +15,7 @@ from pagewire.errors import ModelError
 from pagewire.models import fp8_layouts
 from pagewire.models.config import DecoderConfig
 from pagewire.models.hf_config import from_hf
-from pagewire.models.weights import DecoderWeights, Kinds, TensorNames, assemble
+from pagewire.models.weights import DecoderWeights, Kinds, Progress, TensorNames, assemble
 
 NAMES: Final = TensorNames(
     embedding="model.embed_tokens.weight",
@@ -125,7 +125,9 @@ def _opened(path: Path) -> Any:
         raise ModelError(f"{path} is truncated or damaged ({error}); download it again") from None
 
 
-def load(folder: Path, kinds: Kinds) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
+def load(
+    folder: Path, kinds: Kinds, on_progress: Progress | None = None
+) -> tuple[DecoderConfig, DecoderWeights, tuple[int, ...]]:
     """Configuration, weights and EOS ids of a folder.
 
     Raises:
@@ -138,6 +140,7 @@ def load(folder: Path, kinds: Kinds) -> tuple[DecoderConfig, DecoderWeights, tup
         source.names(config),
         kinds,
         norm_offset=1.0 if config.architecture.startswith("gemma") else 0.0,
+        on_progress=on_progress,
     )
     return config, weights, eos_ids(folder)
 

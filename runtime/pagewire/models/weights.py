@@ -7,6 +7,7 @@ whole model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -19,6 +20,8 @@ from pagewire_kernels import reference
 
 Quantization = Literal["auto", "none", "fp8"]
 """Of the layers' matrices: auto as the source has them."""
+Progress = Callable[[float], None]
+"""Told which part of the weights is read, from 0 to 1; in the thread that reads, now and then."""
 _SHOWN: Final = 3
 
 
@@ -163,7 +166,13 @@ def bias_of(name: str) -> str:
 
 
 def assemble(
-    config: DecoderConfig, source: TensorSource, names: TensorNames, kinds: Kinds, *, norm_offset: float = 0.0
+    config: DecoderConfig,
+    source: TensorSource,
+    names: TensorNames,
+    kinds: Kinds,
+    *,
+    norm_offset: float = 0.0,
+    on_progress: Progress | None = None,
 ) -> DecoderWeights:
     """Read all weights of a decoder, each tensor straight to where it stays.
 
@@ -173,6 +182,7 @@ def assemble(
         names: in it.
         kinds: of weights.
         norm_offset: added to the weights of norms (Gemma's checkpoints store w for 1 + w).
+        on_progress: told after every layer.
 
     Raises:
         ModelError: tensors are missing or have another shape than the configuration says; it names them.
@@ -181,9 +191,14 @@ def assemble(
     as_fp8 = kinds.quantization == "fp8" or (kinds.quantization == "auto" and source.is_fp8(names.down.format(0)))
     reader = _Reader(source, kinds, norm_offset, as_fp8)
     embedding = reader.matrix(names.embedding)
+    layers: list[LayerWeights] = []
+    for i in range(config.num_layers):
+        layers.append(_layer(config, reader, names, i))
+        if on_progress is not None:
+            on_progress((i + 1) / config.num_layers)
     return DecoderWeights(
         embedding=embedding,
-        layers=[_layer(config, reader, names, i) for i in range(config.num_layers)],
+        layers=layers,
         final_norm=reader.norm(names.final_norm),
         lm_head=embedding if config.tie_embeddings else reader.matrix(names.lm_head),
         is_fp8=as_fp8,

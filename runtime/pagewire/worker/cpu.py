@@ -24,6 +24,7 @@ from pagewire.config import Config
 from pagewire.errors import ConfigError, InternalError
 from pagewire.models.decoder import Decoder
 from pagewire.models.load import load_model
+from pagewire.models.weights import Progress
 from pagewire.step.step import Int32Array, PromptLogprobRows, SampleFlag, StepPlan, StepResult
 from pagewire.worker.compute_thread import ComputeThread
 from pagewire.worker.cpu_attention import PagedAttention
@@ -74,11 +75,11 @@ class CpuWorker:
             raise
 
     @classmethod
-    async def load(cls, config: Config) -> CpuWorker:
-        """Load the model off the loop."""
+    async def load(cls, config: Config, on_progress: Progress | None = None) -> CpuWorker:
+        """Load the model off the loop; see `load_model` for `on_progress`."""
         thread = _start(config)
         try:
-            stepper = await asyncio.wrap_future(thread.submit(lambda: _Stepper(config, _load(config))))
+            stepper = await asyncio.wrap_future(thread.submit(lambda: _Stepper(config, _load(config, on_progress))))
         except BaseException:
             thread.stop()
             raise
@@ -305,8 +306,8 @@ def _ranges(starts: Int32Array, num: Int32Array) -> npt.NDArray[np.int64]:
     return positions
 
 
-def _load(config: Config) -> Decoder:
-    return load_model(config.model, vector_dtype=torch.float32)
+def _load(config: Config, on_progress: Progress | None) -> Decoder:
+    return load_model(config.model, vector_dtype=torch.float32, on_progress=on_progress)
 
 
 def _start(config: Config) -> ComputeThread:

@@ -23,6 +23,7 @@ from pagewire.config import Config
 from pagewire.errors import ConfigError
 from pagewire.models.decoder import Decoder
 from pagewire.models.load import load_model
+from pagewire.models.weights import Progress
 from pagewire.step.step import StepPlan, StepResult
 from pagewire.worker.gpu_completions import Completions, Pending
 from pagewire.worker.gpu_device import CudaDevice, Device
@@ -67,8 +68,8 @@ class GpuWorker:
         self._forwards: dict[int, tuple[asyncio.Future[None], float]] = {}
 
     @classmethod
-    async def load(cls, config: Config) -> GpuWorker:
-        """Load the model and capture graphs, off the loop.
+    async def load(cls, config: Config, on_progress: Progress | None = None) -> GpuWorker:
+        """Load the model and capture graphs, off the loop; see `load_model` for `on_progress`.
 
         Raises:
             ModelError: the model cannot be served.
@@ -81,7 +82,13 @@ class GpuWorker:
             device = CudaDevice()
             free = device.free_bytes()
             try:
-                decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device, keeps_fp8=True)
+                decoder = load_model(
+                    config.model,
+                    auto_dtype=torch.bfloat16,
+                    device=device.device,
+                    keeps_fp8=True,
+                    on_progress=on_progress,
+                )
                 torch.cuda.empty_cache()  # what rounding took is free for KV
                 return cls(config, decoder, device)
             except torch.OutOfMemoryError:

@@ -13,6 +13,7 @@ _OBJECT: Final[dict[str, Any]] = {"type": "object"}
 _ERRORS: Final = {
     400: "The request is refused; `param` names the field",
     401: "No API key, or none that is known here",
+    403: "Another host is asked for, without keys",
     404: "No such path or model",
     408: "The body did not come in time",
     413: "The body is too large",

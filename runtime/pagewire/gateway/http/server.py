@@ -9,8 +9,10 @@ paths needs none. `docs/decisions/0004-http-framework.md` says why it is aiohttp
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -25,6 +27,7 @@ from pagewire.gateway.http.auth import Gate
 from pagewire.gateway.http.body import Bodies, Caller
 from pagewire.gateway.http.completions import Completions
 from pagewire.gateway.http.errors import HttpRefusal, error_response
+from pagewire.gateway.http.framework import Request, Server
 from pagewire.gateway.http.meters import Meters
 from pagewire.gateway.http.status import Status
 from pagewire.gateway.http.texts import Texts
@@ -63,7 +66,7 @@ class HttpServer:
         self._host, self._port = _address(config)
         self._config = config
         self.keys = KeyFile(config.api_key_file) if config.api_key_file else None
-        self._gate = Gate(self.keys)
+        self._gate = Gate(self.keys, is_local=self.keys is None and not config.allow_no_keys)
         self.meters = Meters()
         vocabulary = Vocabulary(None if text is None else text.byte_table)
         bodies = Bodies(config)
@@ -96,7 +99,7 @@ class HttpServer:
             ConfigError: the address is in use, or not one of this machine's.
         """
         config = self._config
-        self._server = web.Server(
+        self._server = Server(
             self._handle,
             request_factory=self._request,
             handler_cancellation=True,
@@ -116,7 +119,7 @@ class HttpServer:
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
-                f"{config.address} cannot be listened at: {error.strerror or error}", field="http.address"
+                f"{config.address} cannot be listened at: {_what_to_do(error)}", field="http.address"
             ) from None
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -136,7 +139,7 @@ class HttpServer:
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
         size = self._config.max_body_bytes
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
+        return Request(message, payload, protocol, writer, task, loop, client_max_size=size)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request, whatever it is."""
@@ -208,6 +211,19 @@ class HttpServer:
             due = loop.time() + _LAG_S
             await asyncio.sleep(_LAG_S)
             self.meters.loop_lag.observe(max(0.0, loop.time() - due))
+
+
+def _what_to_do(error: OSError) -> str:
+    """Why an address cannot be had, and what helps."""
+    if error.errno == errno.EADDRINUSE:
+        return "another program listens there; stop it, or take another port (port 0: a free one)"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "this machine has no such address; 127.0.0.1 is for programs of this machine, 0.0.0.0 for all"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "not allowed; take a port from 1024 on"
+    if isinstance(error, socket.gaierror):
+        return "the name is unknown; give an address, for instance 127.0.0.1"
+    return error.strerror or str(error)
 
 
 def _cut(connection: RequestHandler) -> None:
