@@ -132,6 +132,9 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     state_dir: Annotated[
         str, msgspec.Meta(description="where what was learnt about the card is kept; default: ~/.cache/pagewire/cost")
     ] = ""
+    record: Annotated[
+        str, msgspec.Meta(description="a file for all that is decided, prompts included; see `pagewire replay`")
+    ] = ""
 
 
 class ServerConfig(_Section, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import numpy as np
 from pagewire.clock import MonotonicClock
 from pagewire.config import from_mapping
 from pagewire.engine.core import EngineCore
+from pagewire.scheduler.scheduler import Scheduler
 from pagewire.step.step import StepResult
 from pagewire.worker.interface import WorkerShape
 from pagewire_transport.params import SamplingParams
@@ -113,7 +114,7 @@ class Log:
 class Bench:
     """An engine core with everything that tests look at."""
 
-    def __init__(self, worker, tmp_path, *, clock=None, masks=None, **sections):
+    def __init__(self, worker, tmp_path, *, clock=None, masks=None, make_scheduler=Scheduler, **sections):
         sections.setdefault("scheduler", {})
         sections["scheduler"] = {"max_rows": 8, "max_step_tokens": 64, "seed": 7, **sections["scheduler"]}
         sections["engine"] = {"dump_dir": str(tmp_path), **sections.get("engine", {})}
@@ -126,6 +127,7 @@ class Bench:
             clock=clock or MonotonicClock(),
             sinks=(self.sink,),
             masks=masks,
+            make_scheduler=make_scheduler,
             log=self.log,
         )
 

@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "info": "what a model file or folder holds",
     "keys": "make, list and revoke keys: of an HTTP server's users, and CURVE keys for ZeroMQ",
     "simulate": "a trace or a load on modelled cards: latencies, hits and memory, without a GPU",
+    "replay": "a recording of `serve --record`: the same decisions again, or the first that differs",
     "plan": "how many streams a model on given cards holds, and which latencies they see",
     "admin": "drain a running server, see its counters, or let it read its keys again",
     "wire-check": "check whether a server keeps the protocol, one line a check",
@@ -74,6 +75,12 @@ exit codes: 0 all lines are answered · 1 some lines are errors, or it stopped h
 
 a trace is a CSV file with TIMESTAMP,ContextTokens,GeneratedTokens (Azure's), or JSON lines with timestamp (ms), input_length,
 output_length and, if prompts share prefixes, hash_ids: one id for each 512 tokens (Mooncake's).
+""",
+    "replay": """\
+  pagewire serve model.gguf --record run.pwrec      the file holds prompts, as token ids
+  pagewire replay run.pwrec
+
+exit codes: 0 the same decisions · 1 a decision differs, and which · 2 no recording, or a damaged one
 """,
     "plan": """\
   pagewire plan --model 8b --context 8192
@@ -177,6 +184,9 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     )
     of["demo"].add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask")
     _add_keys(of["keys"])
+    of["replay"].add_argument("file", metavar="FILE", type=Path, help="what `serve --record` wrote")
+    of["replay"].add_argument("--check", action="store_true", help="check all invariants after each event; slow")
+    of["replay"].add_argument("--json", action="store_true", help="one JSON object")
     for name in ("simulate", "plan"):
         add_simulation_flags(of[name], name)
     of["wire-check"].add_argument("url", metavar="URL", help="of the server")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -71,6 +72,7 @@ class EngineCore:
         masks: see `MaskSource`.
         registry: where metrics are kept.
         cost_model: what is known of how long steps take; None: nothing yet.
+        make_scheduler: `Scheduler`, or one that is recorded.
         log: a structlog logger; None: that of the process.
     """
 
@@ -84,13 +86,14 @@ class EngineCore:
         masks: MaskSource | None = None,
         registry: Registry | None = None,
         cost_model: CostModel | None = None,
+        make_scheduler: Callable[..., Scheduler] = Scheduler,
         log: Any = None,
     ) -> None:
         self.worker = worker
         self.config = config
         self.clock = clock
         shape = worker.shape
-        self.scheduler = Scheduler(
+        self.scheduler = make_scheduler(
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
             max_rows=shape.max_rows,

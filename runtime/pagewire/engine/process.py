@@ -17,8 +17,10 @@ from pagewire.config import Config
 from pagewire.engine.core import EngineCore
 from pagewire.engine.learnt import Learnt
 from pagewire.engine.load import load_worker
+from pagewire.engine.recorder import Recorder
 from pagewire.engine.server import WireServer
 from pagewire.event_loop import run_loop, tame_collector
+from pagewire.scheduler.scheduler import Scheduler
 
 _FAREWELL_S: Final = 0.5
 """After the engine failed: time to send the last error messages."""
@@ -49,7 +51,11 @@ async def _serve(config: Config, reporter: Reporter) -> tuple[int, bool]:
     worker = await load_worker(config, reporter.weights)
     tame_collector()
     learnt = Learnt(config, worker.shape)
-    core = EngineCore(worker, config=config, clock=MonotonicClock(), cost_model=learnt.model)
+    recorder = Recorder(config.engine.record) if config.engine.record else None
+    make_scheduler = recorder.make_scheduler if recorder is not None else Scheduler
+    core = EngineCore(
+        worker, config=config, clock=MonotonicClock(), cost_model=learnt.model, make_scheduler=make_scheduler
+    )
     server = WireServer(core, config)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -90,6 +96,8 @@ async def _serve(config: Config, reporter: Reporter) -> tuple[int, bool]:
     code = 1 if failed.done() else 0
     await server.close()
     is_clean = await core.stop(_CLOSE_S)
+    if recorder is not None:
+        await asyncio.to_thread(recorder.close)
     for task in (failed, stopping, beating, keeping):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
