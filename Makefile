@@ -8,6 +8,7 @@ PIP_ARGS ?=
 PROMPT   ?=
 PYTEST_ARGS ?=
 SOAK_SECONDS ?= 3600
+FUZZ_FRAMES ?= 1000000
 
 VENV    := .venv
 BIN     := $(VENV)/bin
@@ -17,7 +18,7 @@ MODEL   := $(VENV)/.stamp-demo-model
 SOURCES := runtime transport kernels clients tests perf scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak clean
+.PHONY: help demo test check format soak fuzz clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +45,9 @@ soak: $(INSTALL) $(MODEL) ## the long tests: random load for SOAK_SECONDS (an ho
 	$(BIN)/python tests/chaos/soak.py --seconds $(SOAK_SECONDS)
 	$(BIN)/python tests/chaos/kill_everything.py
 	$(BIN)/python -m pytest -q -m soak --timeout 3600 $(PYTEST_ARGS)
+
+fuzz: $(INSTALL) $(MODEL) ## FUZZ_FRAMES (a million) mutated frames against the doors of a whole server
+	$(BIN)/python tests/fuzz/fuzz.py --frames $(FUZZ_FRAMES)
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .cache

@@ -2,7 +2,8 @@
 
 A stub core gives one token to each of 512 streams a step, at full speed. The readers are raw DEALER sockets in another
 process, so that their work is not counted. Steps of the server and rounds of raw sends alternate in blocks, since the
-speed of a shared machine changes within seconds; figures are medians of thread CPU time, the loop's turn included.
+speed of a shared machine changes within seconds; figures are medians of thread CPU time, the loop's turn included. Latencies: see
+`stream_latency.py`.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ class StubSequence:
 
 
 class StubCore:
-    def __init__(self):
+    def __init__(self, num_streams=STREAMS):
+        self._num_streams = num_streams
         shape = WorkerShape(
             num_blocks=2,
             block_size=16,
-            max_rows=STREAMS,
+            max_rows=num_streams,
             max_model_len=MAX_LEN,
             vocab_size=128_256,
             eos_ids=(),
@@ -68,8 +70,10 @@ class StubCore:
         self.steps = 0
         self.live = []
         self._slots = itertools.count()
-        self._rows = np.random.default_rng(1).permutation(STREAMS).astype(np.int32)  # a batch's rows are in no order
-        self._ids = np.random.default_rng(2).integers(0, shape.vocab_size, STREAMS, dtype=np.int32)
+        self._rows = (
+            np.random.default_rng(1).permutation(num_streams).astype(np.int32)
+        )  # a batch's rows are in no order
+        self._ids = np.random.default_rng(2).integers(0, shape.vocab_size, num_streams, dtype=np.int32)
 
     def submit(self, request):
         self.live.append(StubSequence(self, request, next(self._slots)))
@@ -91,10 +95,10 @@ class StubCore:
         outcome = StepOutcome(
             self.steps,
             slots=self._rows.copy(),
-            starts=np.full(STREAMS, self.steps, np.int32),
-            counts=np.ones(STREAMS, np.int32),
+            starts=np.full(self._num_streams, self.steps, np.int32),
+            counts=np.ones(self._num_streams, np.int32),
             token_ids=self._ids,
-            samples=np.arange(STREAMS, dtype=np.int32),
+            samples=np.arange(self._num_streams, dtype=np.int32),
         )
         self.steps += 1
         return outcome
@@ -201,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     Report.arguments(parser)
     parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--blocks", type=int, default=60, help="of 0.2 s, for latencies")
     parser.add_argument("--read", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.read:
@@ -220,7 +225,21 @@ def main() -> None:
         else:
             report.add(case, "cpu_per_message", step / num_connections * 1e6, "µs")
             report.add(case, "cpu_per_message_ratio", step / raw)
+    latency(report, given.blocks)
     report.finish()
+
+
+def latency(report: Report, num_blocks: int) -> None:
+    from stream_latency import measure as measure_latency
+    from stream_latency import percentile
+
+    case = "20,000 tokens a second"
+    ours, raw, size = uvloop.run(measure_latency(num_blocks))
+    report.add(case, "message_size", size, "B")
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        report.add(case, f"latency_{name}", percentile(ours, share), "µs")
+        report.add(case, f"raw_latency_{name}", percentile(raw, share), "µs")
+        report.add(case, f"latency_{name}_ratio", percentile(ours, share) / percentile(raw, share))
 
 
 if __name__ == "__main__":

@@ -224,3 +224,26 @@ def test_an_address_in_use_leaves_nothing_behind(run):
         again.abandon()
 
     run(main())
+
+
+def test_a_flood_takes_one_batch_of_a_turn_however_many_reasons_there_are_to_look(run):
+    """Each reason used to bring a chain of rounds of its own, until timers had no turn any more."""
+
+    async def main():
+        frames = []
+        one = server("ipc://*", lambda peer, frame: frames.append(frame), receive_hwm=100_000)
+        two = client(one.url, send_hwm=100_000)
+        one._is_more_due = True  # nothing is taken yet
+        for _ in range(BATCH * 40):
+            two.try_send(b"x")
+        await asyncio.sleep(0.2)
+        one._is_more_due = False
+        assert frames == []
+        for _ in range(10):
+            one._round()
+        for turn in range(1, 20):
+            assert len(frames) <= BATCH * turn
+            await asyncio.sleep(0)
+        await until(lambda: len(frames) == BATCH * 40)
+
+    run(main())

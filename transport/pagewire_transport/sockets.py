@@ -73,7 +73,7 @@ class _LoopSocket:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(kind)
         self._is_open = True
-        self._is_round_due = False
+        self._is_round_due = self._is_more_due = False
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, send_hwm)
         self._socket.setsockopt(zmq.RCVHWM, receive_hwm)
@@ -108,6 +108,8 @@ class _LoopSocket:
         if not self._is_open:
             return
         self._is_round_due = False
+        if self._is_more_due:  # it will look at everything
+            return
         self._looked_s = self._loop.time()
         self.receive_now()
         if self._is_open:
@@ -122,8 +124,16 @@ class _LoopSocket:
                 self._take()
             except zmq.Again:
                 return count
-        self._loop.call_soon(self._round)
+        # One continuation and no more: were one added for each reason to look, a flood would have several rounds in each
+        # turn of the loop, then more, until nothing else has its turn.
+        if not self._is_more_due:
+            self._is_more_due = True
+            self._loop.call_soon(self._go_on)
         return limit
+
+    def _go_on(self) -> None:
+        self._is_more_due = False
+        self._round()
 
     def _take(self) -> None:
         raise NotImplementedError

@@ -46,6 +46,8 @@ from pagewire_transport.messages import (
     Welcome,
 )
 
+_SERVER: Final = f"pagewire {version('pagewire')}"
+"""Found once: it is read from a file, which takes longer than all the rest of a welcome."""
 _RETRY_AFTER_MS: Final = 1000
 _KEY_BYTES: Final = 16
 _COUNT_BYTES: Final = 4
@@ -201,7 +203,7 @@ class WireServer:
         return Welcome(
             version=PROTOCOL_VERSION,
             role="engine",
-            server=f"pagewire {version('pagewire')}",
+            server=_SERVER,
             model=self._config.model.name or shape.model_name,
             vocab_size=shape.vocab_size,
             max_model_len=self._core.scheduler.max_len,

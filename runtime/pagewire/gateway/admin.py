@@ -18,6 +18,7 @@ from pagewire_transport.messages import PROTOCOL_VERSION, Welcome
 
 _log: Final = structlog.get_logger()
 
+_SERVER: Final = f"pagewire {version('pagewire')}"
 _MAX_CONNECTIONS: Final = 16
 _MAX_MESSAGE_BYTES: Final = 65_536
 
@@ -84,7 +85,7 @@ class OwnersDesk:
         return Welcome(
             version=PROTOCOL_VERSION,
             role="gateway",
-            server=f"pagewire {version('pagewire')}",
+            server=_SERVER,
             model=engine.model if engine is not None else "",
             vocab_size=engine.vocab_size if engine is not None else 0,
             max_model_len=self._gateway.max_model_len,
