@@ -20,8 +20,9 @@ import triton
 from report import Report
 
 from pagewire_kernels.activation import silu_mul
+from pagewire_kernels.decode_plan import STRAIGHT_ROWS, DecodePlan, plan_decode, straight_tiling
 from pagewire_kernels.kv_write import rope_write_kv
-from pagewire_kernels.paged_decode import STRAIGHT_ROWS, DecodePlan, paged_decode, plan_decode, straight_tiling
+from pagewire_kernels.paged_decode import paged_decode
 from pagewire_kernels.paged_prefill import LONG, SHORT, PrefillPlan, paged_prefill, plan_prefill
 from pagewire_kernels.rms_norm import rms_norm
 

@@ -22,7 +22,8 @@ def decode_case(
     lens, *, heads, kv_heads, head_dim=128, block_size=16, window=0, soft_cap=0.0, dtype=torch.bfloat16, seed=0
 ):
     """Returns a function that launches into its first argument with other lengths, if wanted, and the expectation."""
-    from pagewire_kernels.paged_decode import DecodePlan, paged_decode, plan_decode
+    from pagewire_kernels.decode_plan import DecodePlan, plan_decode
+    from pagewire_kernels.paged_decode import paged_decode
 
     generator = torch.Generator().manual_seed(seed)
     cache = {"num_kv_heads": kv_heads, "block_size": block_size, "head_dim": head_dim, "dtype": dtype}

@@ -36,7 +36,8 @@ def caches(lens, shape, seed=0):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("straight", [False, True])
 def test_decode(shape, options, straight):
-    from pagewire_kernels.paged_decode import DecodePlan, paged_decode, plan_decode, straight_tiling
+    from pagewire_kernels.decode_plan import DecodePlan, plan_decode, straight_tiling
+    from pagewire_kernels.paged_decode import paged_decode
 
     tiling = None
     if straight:

@@ -13,16 +13,10 @@ from pagewire.worker.gpu_memory import GpuKV
 from pagewire.worker.gpu_rows import GpuRows
 from pagewire_kernels import sampling, step_input
 from pagewire_kernels.block_copy import BlockPools, copy_blocks
+from pagewire_kernels.decode_plan import STRAIGHT_ROWS, DecodePlan, DecodeTiling, plan_decode, straight_tiling
 from pagewire_kernels.kv_write import rope_write_kv
 from pagewire_kernels.linear import gated_fp8, linear, linear_fp8, scratch_for
-from pagewire_kernels.paged_decode import (
-    STRAIGHT_ROWS,
-    DecodePlan,
-    DecodeTiling,
-    paged_decode,
-    plan_decode,
-    straight_tiling,
-)
+from pagewire_kernels.paged_decode import paged_decode
 from pagewire_kernels.paged_prefill import LONG, PrefillPlan, PrefillTiling, paged_prefill, plan_prefill
 from pagewire_kernels.quantise import Fp8Rows, empty_rows, quantise, rms_norm_quantise
 from pagewire_kernels.rms_norm import rms_norm

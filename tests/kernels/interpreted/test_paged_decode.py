@@ -4,7 +4,8 @@ import pytest
 import torch
 from tests.kernels.oracle import attend, error, paged_cache
 
-from pagewire_kernels.paged_decode import DecodePlan, DecodeTiling, paged_decode, plan_decode
+from pagewire_kernels.decode_plan import DecodePlan, DecodeTiling, plan_decode
+from pagewire_kernels.paged_decode import paged_decode
 
 BLOCK = 8
 LENS = [1, BLOCK - 1, 0, BLOCK, BLOCK + 1, 0, 67, 16, 0]
