@@ -3,7 +3,7 @@
     python perf/gemm_fp8.py [--json] [--record FILE --commit HASH --date DATE]
     python perf/gemm_fp8.py --tune [--table FILE]    try tilings, and write the table of the best ones anew
 
-As `gemm.py`, with E4M3 weights and tokens. `vector` is the product of one token, from bf16 and rounded inside. `mlp` of the library
+As `gemm.py`, with E4M3 weights and tokens. A single token takes what 16 do. `mlp` of the library
 has the gate's kernel behind it. `layer` is what stands around attention: norm and rounding, qkv, rounding, attn_out, norm and
 rounding, mlp, rounding, down, each reading what the one before wrote.
 """
@@ -37,7 +37,6 @@ from pagewire_kernels.linear_hopper import (
     stages_that_fit,
 )
 from pagewire_kernels.quantise import Fp8Rows, empty_rows, quantise, rms_norm_quantise
-from pagewire_kernels.vector_linear import vector_linear
 
 DEVICE = torch.device("cuda")
 NARROW = torch.float8_e4m3fn
@@ -144,11 +143,6 @@ class Product:
             ),
         )
 
-    def vector(self) -> float:
-        return self.timed(
-            "vector", lambda weight, scales: vector_linear(self.out, self.x, weight, scales=scales, gated=self.gated)
-        )
-
     def apart(self, scratch: LinearScratch) -> float:
         return self.timed(
             "apart", lambda weight, scales: self.out.copy_(scaled_apart(self.rows, weight, scales, scratch))
@@ -186,8 +180,6 @@ def products(
                 own = times[0][0] if times else math.inf
                 if times and m > 1 and own < base:
                     best[*shape, m] = times[0][1]
-                if m == 1 and (product.k <= 4096 or not product.gated):
-                    own = product.vector()
                 if own < math.inf:
                     recorder.add(case, "ours", own, "µs")
                 recorder.add(case, "rate", product.bytes / 1e6 / min(base, own), "TB/s")
@@ -238,7 +230,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="try all tilings, and write the table of the best ones")
     parser.add_argument("--table", type=Path, default=Path(linear_table.__file__), help="where --tune writes")
     parser.add_argument("--models", default=",".join(SHAPES))
-    parser.add_argument("--tokens", help="default: 1,16,64,128,256,512; with --tune 16,32,64,128")
+    parser.add_argument("--tokens", help="default: 1,16,64,128,256,512; with --tune also 32")
     parser.add_argument("--record", type=Path, help="also write the figures to this file")
     parser.add_argument("--commit", default="")
     parser.add_argument("--date", default="")

@@ -4,7 +4,6 @@
     x ← x / √(mean(x²) + eps) · norm           with a norm
     y = W x                                    W [N, K]
     y = silu(W_gate x) · (W_up x)              gated: W holds N gates and N ups
-    y = (W₈ x₈) · s_x · s_w                    W in E4M3: x is rounded likewise, with one scale
 
 For a single token a matrix unit does nothing that its load units do not wait for: bytes are all, K · N · itemsize. Programs
 keep x in registers and go through rows of W; a norm is done by each of them again, which costs reads from L2 and saves a launch.
@@ -18,8 +17,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagewire_kernels.quantise import scale_of
-
 _WIDE = 4096
 """So many values of x stay in registers; without a norm, longer ones are read piece by piece."""
 _PROGRAMS = 528
@@ -32,7 +29,6 @@ def vector_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
-    scales: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     residual: torch.Tensor | None = None,
@@ -46,7 +42,6 @@ def vector_linear(
         out: [1, N].
         x: [1, K].
         weight: [N, K] contiguous; gated: [2 N, K], the gates before the ups.
-        scales: float32 [N] or [2 N], of a weight in E4M3.
         norm: [K], weight of the norm.
         eps: of the norm.
         residual: [1, K], added first; together with `norm` and `residual_out`.
@@ -61,8 +56,6 @@ def vector_linear(
         raise ValueError(f"out {tuple(out.shape)}, x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
     if (residual is None) != (residual_out is None) or (residual is not None and norm is None):
         raise ValueError("a residual comes with a norm and a place for the sum")
-    if (scales is None) != (weight.itemsize > 1) or (scales is not None and scales.shape != weight.shape[:1]):
-        raise ValueError("a weight in E4M3, and no other, comes with a scale for each row")
     in_one = norm is not None or k <= _WIDE
     # Measured on an H200 with the matrices of an 8B model. A norm is dear to repeat, unless there are many rows.
     block_n = 1 if norm is None and in_one else 2
@@ -76,14 +69,12 @@ def vector_linear(
         norm if norm is not None else x,
         residual if residual is not None else x,
         residual_out if residual_out is not None else out,
-        scales if scales is not None else x,
         eps,
         N=n,
         K=k,
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None,
         GATED=gated,
-        SCALED=scales is not None,
         BLOCK_N=block_n,
         BLOCK_K=triton.next_power_of_2(k) if in_one else _WIDE // 2,
         PROGRAMS=programs,
@@ -101,14 +92,12 @@ def _vector_linear_kernel(
     norm_ptr,  # [K]
     residual_ptr,  # [K]
     residual_out_ptr,  # [K]
-    scales_ptr,  # [N or 2 N]
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
-    SCALED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -137,21 +126,12 @@ def _vector_linear_kernel(
             x = stored.to(tl.float32)
         if HAS_NORM:
             x *= tl.rsqrt(tl.sum(x * x, 0) / K + eps)
-            x *= tl.load(norm_ptr + j, mask=mask, other=0.0).to(tl.float32)
-            if not SCALED:
-                x = x.to(weight_ptr.dtype.element_ty).to(tl.float32)
-        x_scale = 1.0
-        if SCALED:
-            x_scale = scale_of(tl.max(tl.abs(x), 0))
-            x = (x / x_scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
+            x = (x * tl.load(norm_ptr + j, mask=mask, other=0.0).to(tl.float32)).to(weight_ptr.dtype.element_ty)
+            x = x.to(tl.float32)
         for done in tl.static_range(0, N, PROGRAMS * BLOCK_N):
             y = tl.sum(w.to(tl.float32) * x[None, :], 1)
-            if SCALED:
-                y *= x_scale * tl.load(scales_ptr + n, mask=n < N, other=0.0)
             if GATED:
                 z = tl.sum(up.to(tl.float32) * x[None, :], 1)
-                if SCALED:
-                    z *= x_scale * tl.load(scales_ptr + N + n, mask=n < N, other=0.0)
                 y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
                 y = y / (1.0 + tl.exp(-y)) * z.to(out_ptr.dtype.element_ty).to(tl.float32)
             tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
@@ -164,28 +144,13 @@ def _vector_linear_kernel(
                     up = tl.load(row + N * K, mask=inside, other=0.0)
     else:
         tl.static_assert(not GATED)
-        x_scale = 1.0
-        if SCALED:
-            largest = tl.zeros([BLOCK_K], tl.float32)
-            for k in tl.static_range(0, K, BLOCK_K):
-                x = tl.load(x_ptr + k + j, mask=k + j < K, other=0.0).to(tl.float32)
-                largest = tl.maximum(largest, tl.abs(x))
-            x_scale = scale_of(tl.max(largest, 0))
         for done in tl.static_range(0, N, PROGRAMS * BLOCK_N):
-            x = tl.load(x_ptr + j).to(tl.float32)
-            if SCALED:
-                x = (x / x_scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
-            acc = w.to(tl.float32) * x[None, :]
+            acc = w.to(tl.float32) * tl.load(x_ptr + j).to(tl.float32)[None, :]
             for k in tl.static_range(BLOCK_K, K, BLOCK_K):
                 inside = (n < N)[:, None] & (k + j < K)[None, :]
                 x = tl.load(x_ptr + k + j, mask=k + j < K, other=0.0).to(tl.float32)
-                if SCALED:
-                    x = (x / x_scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
                 acc += tl.load(row + k, mask=inside, other=0.0).to(tl.float32) * x[None, :]
-            y = tl.sum(acc, 1)
-            if SCALED:
-                y *= x_scale * tl.load(scales_ptr + n, mask=n < N, other=0.0)
-            tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+            tl.store(out_ptr + n, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=n < N)
             if done + PROGRAMS * BLOCK_N < N:
                 n += PROGRAMS * BLOCK_N
                 row += PROGRAMS * BLOCK_N * K

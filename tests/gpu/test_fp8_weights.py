@@ -1,4 +1,4 @@
-"""Weights in E4M3 on the card: rounding kernels, products of one and of many tokens, each way of cutting them."""
+"""Weights in E4M3 on the card: rounding kernels, products, each way of cutting them."""
 
 import pytest
 import torch
@@ -112,9 +112,9 @@ def test_each_way_of_cutting_gives_the_product_and_always_the_same(scratch, name
 
 
 def cases():
-    from pagewire_kernels.linear_table import TABLE
+    from pagewire_kernels.linear_table import APART, TABLE
 
-    return [key for key in TABLE if "fp8" in key[2]]
+    return [key for key, row in TABLE.items() if "fp8" in key[2] and row != APART]
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
@@ -128,26 +128,4 @@ def test_each_row_of_the_table(scratch, case):
     out = torch.full((bucket - 3, n), float("nan"), device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
     launch(out, values, weight, scratch, Tiling(*TABLE[case]), scales=(x_scales, scales), gated="gated" in kind)
-    assert error(out, expected) < BOUND
-
-
-@pytest.mark.parametrize(("n", "k", "norm", "gated"), [
-    (6144, 4096, True, False), (4096, 4096, False, False), (14336, 4096, True, True), (4096, 14336, False, False),
-    (960, 576, True, False), (1280, 8192, True, False), (8192, 3584, False, False),
-])  # fmt: skip
-@pytest.mark.parametrize("dependent", [False, True])
-def test_one_token(n, k, norm, gated, dependent):
-    from pagewire_kernels.vector_linear import vector_linear
-
-    x, weight, scales, expected = inputs(1, n, k, gated=gated)
-    given = {}
-    if norm:
-        residual, total = torch.randn_like(x), torch.empty_like(x)
-        given = {"norm": torch.randn(k, device="cuda").bfloat16(), "residual": residual, "residual_out": total}
-        wide = reference.rms_norm((x.float() + residual.float()).bfloat16().float(), given["norm"].float(), 1e-5)
-        expected = reference.linear_fp8(wide, weight, scales)
-        expected = reference.silu_mul(expected) if gated else expected
-    out = torch.full((1, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-    torch.cuda.synchronize()
-    vector_linear(out, x, weight, scales=scales, eps=1e-5, gated=gated, dependent=dependent, **given)
     assert error(out, expected) < BOUND

@@ -102,11 +102,11 @@ class TorchOps:
         y = reference.silu_mul(y) if gated else y
         return y if out is None else out.copy_(y)
 
-    def linear_of_one(self, x, weight, *, scales=None, norm=None, residual=None, gated=False):
+    def linear_of_one(self, x, weight, *, norm=None, residual=None, gated=False):
         total = None if residual is None else x + residual
         x = x if total is None else total
         x = x if norm is None else self.norm(x, norm)
-        y = torch.nn.functional.linear(x, weight) if scales is None else reference.linear_fp8(x, weight, scales)
+        y = torch.nn.functional.linear(x, weight)
         return (reference.silu_mul(y) if gated else y), total
 
     def quantise(self, x):

@@ -233,14 +233,6 @@ async def test_broken_logits_end_their_request_alone(folder):
         assert (await again.result()).token_ids == (await good.result()).token_ids
 
 
-def test_bit_identical_tokens_are_not_promised(folder):
-    made = config(folder)
-    made = msgspec.structs.replace(made, engine=msgspec.structs.replace(made.engine, deterministic=True))
-    with pytest.raises(ConfigError) as caught:
-        worker_of(made)
-    assert caught.value.field == "engine.deterministic"
-
-
 def test_a_family_that_a_card_does_not_compute_is_refused_by_name(tmp_path):
     """With two ropes and norms of heads, before any kernel is asked for them."""
     values = {**MODEL, "model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 40}

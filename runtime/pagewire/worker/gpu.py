@@ -27,7 +27,6 @@ from pagewire.models.weights import Progress
 from pagewire.step.step import StepPlan, StepResult
 from pagewire.worker.gpu_completions import Completions, Pending
 from pagewire.worker.gpu_device import CudaDevice, Device
-from pagewire.worker.gpu_ops import DETERMINISTIC
 from pagewire.worker.gpu_stepper import MakeOps, Stepper, triton_ops
 from pagewire.worker.interface import LogitMasks, WorkerShape
 
@@ -57,8 +56,6 @@ class GpuWorker:
         *,
         with_graphs: bool = True,
     ) -> None:
-        if config.engine.deterministic and not DETERMINISTIC:
-            raise ConfigError("a GPU does not compute bit-identically yet; a CPU does", field="engine.deterministic")
         if make_ops is None:
             make_ops = partial(triton_ops, deterministic=config.engine.deterministic)
         with torch.inference_mode():

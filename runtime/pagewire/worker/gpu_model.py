@@ -44,10 +44,10 @@ class GpuModel:
         config, ops, weights = self.config, self._ops, self._weights
         residual = weights.embedding.index_select(0, tokens.ids)
         num_tokens = residual.shape[0]
+        if weights.is_fp8:  # also a single token: the matrix units are faster than widening each weight
+            return self._hidden_fp8(residual, tokens, attend)
         if num_tokens == 1 and self._one_apart:
             return self._hidden_of_one(residual, tokens, attend)
-        if weights.is_fp8:
-            return self._hidden_fp8(residual, tokens, attend)
         added: Tensor | None = None
         for number, layer in enumerate(weights.layers):
             x = ops.norm(residual, layer.attn_norm) if added is None else ops.norm(added, layer.attn_norm, residual)
@@ -89,24 +89,17 @@ class GpuModel:
         config, ops = self.config, self._ops
         added, residual = x, None
         for number, layer in enumerate(self._weights.layers):
-            qkv, total = ops.linear_of_one(
-                added, layer.qkv, scales=layer.qkv_scale, norm=layer.attn_norm, residual=residual
-            )
+            qkv, total = ops.linear_of_one(added, layer.qkv, norm=layer.attn_norm, residual=residual)
             heads = qkv.view(1, -1, config.head_dim)
             q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
             ops.rope_and_write(number, q, k, v, tokens)
             attended = q.new_empty(q.shape)
             attend(number, attended, q)
-            projected, _ = ops.linear_of_one(attended.view(1, -1), layer.attn_out, scales=layer.attn_out_scale)
+            projected, _ = ops.linear_of_one(attended.view(1, -1), layer.attn_out)
             inner, residual = ops.linear_of_one(
-                projected,
-                layer.gate_up,
-                scales=layer.gate_up_scale,
-                norm=layer.mlp_norm,
-                residual=x if total is None else total,
-                gated=True,
+                projected, layer.gate_up, norm=layer.mlp_norm, residual=x if total is None else total, gated=True
             )
-            added, _ = ops.linear_of_one(inner, layer.down, scales=layer.down_scale)
+            added, _ = ops.linear_of_one(inner, layer.down)
         assert residual is not None
         return added, residual
 

@@ -22,9 +22,6 @@ from pagewire_kernels.quantise import Fp8Rows, empty_rows, quantise, rms_norm_qu
 from pagewire_kernels.rms_norm import rms_norm
 from pagewire_kernels.vector_linear import vector_linear
 
-FP8_WEIGHTS: Final = False
-DETERMINISTIC: Final = False
-"""Refused on a GPU by name until they have run on one: their kernels are compiled for it and tested piece by piece."""
 _LEAST_PREFILL: Final = 256
 _FEW_CHUNKS: Final = 64
 _WORD_OF: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -79,7 +76,6 @@ class Ops(Protocol):
         x: Tensor,
         weight: Tensor,
         *,
-        scales: Tensor | None = None,
         norm: Tensor | None = None,
         residual: Tensor | None = None,
         gated: bool = False,
@@ -238,7 +234,6 @@ class TritonOps:
         x: Tensor,
         weight: Tensor,
         *,
-        scales: Tensor | None = None,
         norm: Tensor | None = None,
         residual: Tensor | None = None,
         gated: bool = False,
@@ -250,7 +245,6 @@ class TritonOps:
             out,
             x,
             weight,
-            scales=scales,
             norm=norm,
             eps=self._eps,
             residual=residual,

@@ -23,7 +23,7 @@ from pagewire.worker.gpu_graphs import Batch, DecodeGraphs, Inbox, bucket_sizes
 from pagewire.worker.gpu_memory import GpuKV, num_blocks_on_card
 from pagewire.worker.gpu_mixed import TOKEN_BUCKETS, MixedBatch, MixedGraphs, MixedInbox, Shape, shapes
 from pagewire.worker.gpu_model import Attend, GpuModel, check_covered
-from pagewire.worker.gpu_ops import FP8_WEIGHTS, Chunks, Ops, TritonOps
+from pagewire.worker.gpu_ops import Chunks, Ops, TritonOps
 from pagewire.worker.gpu_results import Arrival, PromptScores, Results
 from pagewire.worker.gpu_rows import GpuRows
 from pagewire.worker.gpu_sampler import SpecialSampler, score_on_card
@@ -54,15 +54,11 @@ def triton_ops(
             f"a GPU computes heads whose size is a power of two from {_LEAST_HEAD} up, not {head_dim}; a CPU does",
             field="model.device",
         )
-    if decoder.weights.is_fp8 and not FP8_WEIGHTS:
-        raise ConfigError(
-            'a GPU does not compute with weights in FP8 yet; a CPU does, and "none" widens them',
-            field="model.quantization",
-        )
     device = rows.last_token.device
     if decoder.weights.is_fp8 and torch.cuda.get_device_capability(device) < _LEAST_FP8:
         raise ConfigError(
-            "this GPU does not multiply in FP8; Ada, Hopper and later ones do", field="model.quantization"
+            'this GPU does not multiply in FP8; Ada, Hopper and later ones do; "none" widens the weights',
+            field="model.quantization",
         )
     kind = FixedOps if deterministic else TritonOps
     return kind(decoder, memory, rows, max_step_tokens=max_step_tokens)

@@ -6,11 +6,11 @@ import torch
 from pagewire_kernels import reference
 from pagewire_kernels.linear import choose, linear, linear_fp8, scratch_for
 from pagewire_kernels.linear_hopper import MOST_TOKENS, Tiling, stages_that_fit
-from pagewire_kernels.linear_table import PROGRAMS, TABLE
+from pagewire_kernels.linear_table import APART, PROGRAMS, TABLE
 from pagewire_kernels.quantise import Fp8Rows
 
 
-@pytest.mark.parametrize("key", TABLE, ids=str)
+@pytest.mark.parametrize("key", [key for key, row in TABLE.items() if row != APART], ids=str)
 def test_a_row_of_the_table_can_be_launched(key):
     n, _, kind, bucket = key
     tiling = Tiling(*TABLE[key])
