@@ -7,7 +7,11 @@ Steps of the two alternate, so that both find the same machine and the same cold
 in an engine whose loop does other things between two steps. Beside the times stand `anchors.md`'s host
 table as targets; absolute times differ from machine to machine, the ratio does not.
 
+The full policy: 512 sequences run, 512 wait, from 16 clients, all promised something; steps are timed, the cost model
+learns, and one request comes and one goes every ten steps. There, CPU time of the thread counts.
+
     python perf/scheduler.py [--steps 3000] [--json]
+    python perf/scheduler.py --million [--json]      a million steps of that; the longest, with and without collections
 """
 
 from __future__ import annotations
@@ -30,6 +34,10 @@ from pagewire_transport.params import SamplingParams
 BLOCK = 16
 PROMPT = 64
 MAX_LEN = 12_288
+CLIENTS = 16
+STEP_NS = 10_000_000
+MILLION = 1_000_000
+GC_THRESHOLDS = (5_000, 20, 100)  # `pagewire.engine.process`
 
 
 class Probe:
@@ -64,15 +72,17 @@ class Probe:
 class Stub:
     """Scheduler and a worker that answers one step late."""
 
-    def __init__(self, rows: int, rng: np.random.Generator, *, aligned: bool) -> None:
+    def __init__(self, rows: int, rng: np.random.Generator, *, aligned: bool, waiting: int = 0) -> None:
         self.rng = rng
+        self.clock = time.thread_time_ns if waiting else time.perf_counter_ns
         self.rows = rows
         self.num_ended = 0
         self.tokens = rng.integers(10, 1000, 4096, np.int32)
         self.now = 0
         self.serial = 0
         self.pending: list[StepPlan] = []
-        config = SchedulerConfig(max_rows=rows, max_step_tokens=max(2048, rows), max_waiting=4 * rows + 16)
+        promised = {"itl_target_ms": 40.0, "ttft_target_ms": 1e6} if waiting else {}
+        config = SchedulerConfig(max_rows=rows, max_step_tokens=max(2048, rows), max_waiting=4 * rows + 16, **promised)
         blocks = rows * 256 + 4096  # never short: preemption is not what is measured here
         self.scheduler = Scheduler(
             num_blocks=blocks, block_size=BLOCK, max_rows=rows, max_model_len=MAX_LEN, config=config, eos_ids=(2,)
@@ -83,16 +93,19 @@ class Stub:
             self.submit(PROMPT if aligned else PROMPT + int(rng.integers(0, BLOCK)), 10 * (i + 1) + 30)
         while self.scheduler.num_waiting or self.scheduler.departures.prefilling:
             self.step()
+        for _ in range(waiting):
+            self.submit(PROMPT, 10 * rows)
 
     def submit(self, prompt: int, max_tokens: int) -> None:
         self.serial += 1
         ids = self.rng.integers(10, 1000, prompt, np.int32)
         params = SamplingParams(max_tokens=max_tokens, seed=self.serial)
-        self.scheduler.submit(Request(str(self.serial), ids, params, self.now), self.now)
+        request = Request(str(self.serial), ids, params, self.now, client=f"client-{self.serial % CLIENTS}")
+        self.scheduler.submit(request, self.now)
 
     def churn(self, *, aligned: bool) -> None:
         """One joins; one finishes, unless one reached its length in the last ten steps by itself."""
-        if self.scheduler.num_running + self.scheduler.num_waiting >= self.rows:
+        if self.scheduler.num_running >= self.rows:
             oldest = min((s for s in self.scheduler.batch.sequences if s is not None), key=lambda s: s.order)
             self.scheduler.finish_at(oldest, oldest.num_output, self.now)
         self.submit(PROMPT + (0 if aligned else int(self.rng.integers(0, BLOCK))), 10 * self.rows)
@@ -103,26 +116,27 @@ class Stub:
 
     def step(self) -> int:
         """One plan and one apply; nanoseconds that the two took."""
-        self.now += 10_000_000
-        t0 = time.perf_counter_ns()
+        self.now += STEP_NS
+        clock = self.clock
+        t0 = clock()
         plan = self.pipeline.plan(self.now)
-        t1 = time.perf_counter_ns()
+        t1 = clock()
         if plan is not None:
             self.pending.append(plan)
         if len(self.pending) < 2 and plan is not None:
             return t1 - t0
         result = self.answer(self.pending.pop(0))
-        t2 = time.perf_counter_ns()
+        t2 = clock()
         outcome = self.pipeline.apply(result, self.now)
-        t3 = time.perf_counter_ns()
+        t3 = clock()
         self.num_ended += len(outcome.ended)
         return t1 - t0 + t3 - t2
 
 
-def measure(rows: int, steps: int, *, aligned: bool) -> tuple[np.ndarray, np.ndarray, int]:
+def measure(rows: int, steps: int, *, aligned: bool, waiting: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
     """Times of the scheduler and of the probe, ns a step, and how many sequences ended."""
     rng = np.random.default_rng(1)
-    stub, probe = Stub(rows, rng, aligned=aligned), Probe(rows, rng, aligned=aligned)
+    stub, probe = Stub(rows, rng, aligned=aligned, waiting=waiting), Probe(rows, rng, aligned=aligned)
     tokens = rng.integers(10, 1000, rows, np.int32)
     ours, theirs = [], []
     stub.num_ended = 0
@@ -130,9 +144,9 @@ def measure(rows: int, steps: int, *, aligned: bool) -> tuple[np.ndarray, np.nda
     gc.freeze()
     gc.disable()
     for i in range(steps):
-        t0 = time.perf_counter_ns()
+        t0 = stub.clock()
         probe.step(tokens, 2)
-        theirs.append(time.perf_counter_ns() - t0)
+        theirs.append(stub.clock() - t0)
         if probe.length[0] > MAX_LEN - BLOCK - 2:
             probe = Probe(rows, rng, aligned=aligned)
         if i % 10 == 0:
@@ -145,16 +159,47 @@ def measure(rows: int, steps: int, *, aligned: bool) -> tuple[np.ndarray, np.nda
 
 
 def report_steps(report: Report, steps: int) -> None:
-    cases = [(n, False) for n in (1, 64, 256, 512, 1024)] + [(512, True)]
-    for rows, aligned in cases:
-        ours, theirs, ended = measure(rows, steps, aligned=aligned)
-        case = f"{rows} running" + (", aligned" if aligned else "")
+    cases = [(n, False, 0) for n in (1, 64, 256, 512, 1024)] + [(512, True, 0), (512, False, 512)]
+    for rows, aligned, waiting in cases:
+        ours, theirs, ended = measure(rows, steps, aligned=aligned, waiting=waiting)
+        case = f"{rows} running" + (", aligned" if aligned else "") + (f" + {waiting} waiting" if waiting else "")
         for name, q in (("p50", 50), ("p99", 99)):
             a, b = np.percentile(ours, q) / 1e3, np.percentile(theirs, q) / 1e3
             report.add(case, f"plan_apply_{name}", round(a, 1), "µs")
             report.add(case, f"probe_{name}", round(b, 1), "µs")
             report.add(case, f"plan_apply_{name}_ratio", round(a / b, 2), "")
         report.add(case, "ended", ended, "sequences")
+
+
+def report_million(report: Report) -> None:
+    """A million steps of the full policy, the collector as the engine sets it: the longest, and what the collector did."""
+    stub = Stub(512, np.random.default_rng(1), aligned=False, waiting=512)
+    pauses, begun = [], 0
+
+    def note(phase: str, _info: dict[str, int]) -> None:
+        nonlocal begun
+        if phase == "start":
+            begun = time.thread_time_ns()
+        else:
+            pauses.append(time.thread_time_ns() - begun)
+
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    gc.callbacks.append(note)
+    times = np.empty(MILLION, np.int64)
+    for i in range(MILLION):
+        if i % 10 == 0:
+            stub.churn(aligned=False)
+        times[i] = stub.step()
+    gc.callbacks.remove(note)
+    stub.pipeline.check_invariants()
+    case = "a million steps, 512 running + 512 waiting"
+    for name, q in (("p50", 50), ("p99", 99), ("p99.99", 99.99), ("max", 100)):
+        report.add(case, f"plan_apply_{name}", round(float(np.percentile(times, q)) / 1e3, 1), "µs")
+    report.add(case, "collections", len(pauses), "")
+    report.add(case, "collection_max", round(max(pauses, default=0) / 1e3, 1), "µs")
+    report.add(case, "ended", stub.num_ended, "sequences")
 
 
 def report_admission(report: Report) -> None:
@@ -181,12 +226,16 @@ def report_admission(report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000, help="measured steps a case")
+    parser.add_argument("--million", action="store_true", help="nothing but a million steps of the full policy")
     Report.arguments(parser)
     args = parser.parse_args()
     report = Report("scheduler")
-    report_steps(report, args.steps)
-    report_admission(report)
-    report_radix(report)
+    if args.million:
+        report_million(report)
+    else:
+        report_steps(report, args.steps)
+        report_admission(report)
+        report_radix(report)
     report.finish()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from device import EOS, Device
 
 from pagewire.config import SchedulerConfig
-from pagewire.request.request import Namespace, Request
+from pagewire.request.request import NO_WISHES, Namespace, Request, Wishes
 from pagewire.scheduler.outcome import StepOutcome
 from pagewire.scheduler.pipeline import Pipeline
 from pagewire.scheduler.scheduler import Scheduler
@@ -49,7 +49,17 @@ class Harness:
         self.ended: list[Sequence] = []
 
     def submit(
-        self, prompt, *, max_tokens: int = 8, seed: int = 0, n: int = 1, priority: int = 0, tenant: str = "", **params
+        self,
+        prompt,
+        *,
+        max_tokens: int = 8,
+        seed: int = 0,
+        n: int = 1,
+        priority: int = 0,
+        tenant: str = "",
+        client: str = "",
+        wishes: Wishes = NO_WISHES,
+        **params,
     ) -> list[Sequence]:
         self.serial += 1
         request = Request(
@@ -59,6 +69,8 @@ class Harness:
             self.now,
             priority,
             Namespace(tenant=tenant),
+            wishes=wishes,
+            client=client,
         )
         sequences = self.scheduler.submit(request, self.now)
         for sequence in sequences:

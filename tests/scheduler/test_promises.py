@@ -44,6 +44,19 @@ class TestChunks:
         assert chunks[:20].mean() > 1.15 * chunks[-20:].mean(), "later chunks look at more, and so are smaller"
         assert decoder.sequence.is_live, "the case must last"
 
+    def test_f22_the_first_token_is_the_first_that_was_drawn(self):
+        """F22: no chunk but the last counts as a first token, however short they are made."""
+        timed = Timed(itl_target_ms=15.0)
+        learnt(timed)
+        timed.submit(100, max_tokens=500)
+        timed.run_until(timed.now + 20 * MS)
+        prompt, begun = timed.submit(3000, max_tokens=4), len(timed.chunks)
+        while not prompt.token_ns:
+            timed.step()
+        assert prompt.sequence.first_token_ns == prompt.token_ns[0] == timed.now
+        assert sum(timed.chunks[begun:]) == 3000
+        assert len([n for n in timed.chunks[begun:] if n]) > 3
+
     def test_without_targets_nothing_is_held_back(self):
         timed = Timed(max_step_tokens=8192, num_blocks=12_000)
         decoder = timed.submit(600, max_tokens=400)

@@ -28,6 +28,10 @@ def prompt_without_stop(length: int, seed: int, max_tokens: int, *, base: int = 
     raise AssertionError
 
 
+PROMISED = [{}, {"itl_target_ms": 5.0}]
+"""Without and with planning by time."""
+
+
 class TestOrder:
     def test_one_step_ahead_gives_the_same_tokens_as_without(self):
         for overlap in (True, False):
@@ -86,10 +90,11 @@ class TestOrder:
 
 
 class TestMemory:
-    def test_f24_preemption_never_livelocks(self):
+    @pytest.mark.parametrize("targets", PROMISED)
+    def test_f24_preemption_never_livelocks(self, targets):
         """F24: KV for 1.5 requests, 10 requests: all finish, and preemptions per request are bounded."""
         length, new = 24, 40
-        harness = Harness(num_blocks=1 + (length + new) // BLOCK * 3 // 2, max_len=80, max_preemptions=3)
+        harness = Harness(num_blocks=1 + (length + new) // BLOCK * 3 // 2, max_len=80, max_preemptions=3, **targets)
         prompts = [prompt_without_stop(length, i, new, base=10 * i + 100) for i in range(10)]
         sequences = [harness.submit(p, max_tokens=new, seed=i)[0] for i, p in enumerate(prompts)]
         harness.run()
@@ -98,8 +103,9 @@ class TestMemory:
             assert sequence.num_preemptions <= 4, sequence.num_preemptions
         assert harness.scheduler.departures.num_preemptions > 0, "the case must preempt"
 
-    def test_f25_two_prompts_of_60_percent_run_one_after_the_other(self):
-        harness = Harness(num_blocks=21, max_len=80)
+    @pytest.mark.parametrize("targets", PROMISED)
+    def test_f25_two_prompts_of_60_percent_run_one_after_the_other(self, targets):
+        harness = Harness(num_blocks=21, max_len=80, **targets)
         a, b = (harness.submit(prompt_without_stop(48, i, 8, base=200 * i + 50), seed=i)[0] for i in range(2))
         harness.step()
         assert (a.state, b.state) == (SequenceState.PREFILLING, SequenceState.WAITING)
@@ -120,9 +126,10 @@ class TestMemory:
             harness.submit([10] * 17, max_tokens=1, n=3)
         assert error.value.field == "params.n"
 
-    def test_f26_resume_neither_skips_nor_repeats(self):
+    @pytest.mark.parametrize("targets", PROMISED)
+    def test_f26_resume_neither_skips_nor_repeats(self, targets):
         for overlap in (True, False):
-            harness = Harness(num_blocks=14, max_len=48, max_rows=4, overlap=overlap)
+            harness = Harness(num_blocks=14, max_len=48, max_rows=4, overlap=overlap, **targets)
             prompts = [prompt_without_stop(10, i, 24, base=100 * i + 30) for i in range(4)]
             sequences = [harness.submit(p, max_tokens=24, seed=i)[0] for i, p in enumerate(prompts)]
             harness.run()
