@@ -126,6 +126,7 @@ def measure_card(
         deterministic=deterministic,
     )
     device = CudaDevice()
+    torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()
     with torch.inference_mode():
         decoder = load_model(config.model, auto_dtype=torch.bfloat16, device=device.device, keeps_fp8=True)

@@ -129,3 +129,63 @@ def test_each_row_of_the_table(scratch, case):
     torch.cuda.synchronize()
     launch(out, values, weight, scratch, Tiling(*TABLE[case]), scales=(x_scales, scales), gated="gated" in kind)
     assert error(out, expected) < BOUND
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 128, 200])
+@pytest.mark.parametrize("sizes", [(6144, 4096, 4096, 14336), (1280, 8192, 1024, 3584)], ids=["8b", "slice70b"])
+def test_layers_in_a_graph_each_kernel_launched_while_the_one_before_ends(m, sizes):
+    """What stands around attention, three layers of it, by the table: beside the same steps by the oracle."""
+    from pagewire_kernels.linear import gated_fp8, linear_fp8, scratch_for
+    from pagewire_kernels.quantise import empty_rows, quantise, rms_norm_quantise
+
+    scratch, device = scratch_for(torch.device("cuda", 0)), torch.device("cuda")
+    num_qkv, hidden, num_attended, inner = sizes
+    shapes = [(num_qkv, hidden), (hidden, num_attended), (2 * inner, hidden), (hidden, inner)]
+    layers = [
+        [reference.quantise_rows(torch.randn(n, k, device=device) * k**-0.5) for n, k in shapes] for _ in range(3)
+    ]
+    norm = torch.rand(hidden, device=device).bfloat16() + 0.5
+    first, begun = (torch.randn(m, hidden, device=device, dtype=torch.bfloat16) for _ in range(2))
+    residual, dependent, bf16 = begun.clone(), scratch is not None, torch.bfloat16
+    results: dict[str, torch.Tensor] = {}
+
+    def work():
+        added = first
+        for qkv, attn_out, mlp, down in layers:
+            rows = empty_rows((m, hidden), device)
+            rms_norm_quantise(rows, added, norm, 1e-5, residual, dependent=dependent)
+            attended = linear_fp8(rows, *qkv, scratch, dtype=bf16)[:, :num_attended]
+            rows = empty_rows((m, num_attended), device)
+            quantise(rows, attended, dependent=dependent)
+            projected = linear_fp8(rows, *attn_out, scratch, dtype=bf16)
+            rows = empty_rows((m, hidden), device)
+            rms_norm_quantise(rows, projected, norm, 1e-5, residual, dependent=dependent)
+            gated = empty_rows((m, inner), device)
+            gated_fp8(gated, rows, *mlp, scratch, dependent=dependent)
+            added = linear_fp8(gated, *down, scratch, dtype=bf16)
+        results["added"] = added
+
+    added, total = first.float(), begun.float()
+    for qkv, attn_out, mlp, down in layers:
+        total = (total + added).bfloat16().float()
+        attended = reference.linear_fp8(reference.rms_norm(total, norm.float(), 1e-5), *qkv)[:, :num_attended]
+        total = (total + reference.linear_fp8(attended.bfloat16(), *attn_out)).bfloat16().float()
+        wide = reference.linear_fp8(reference.rms_norm(total, norm.float(), 1e-5), *mlp)
+        added = reference.linear_fp8(reference.silu_mul(wide), *down)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        work()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        work()
+        graph.capture_end()
+        for _ in range(3):
+            residual.copy_(begun)
+            results["added"].fill_(float("nan"))
+            graph.replay()
+            stream.synchronize()
+            # Values on the edge between two of E4M3 fall to either side.
+            assert error(results["added"], added) < 0.06
+            assert error(residual, total) < 0.03
