@@ -432,6 +432,22 @@ async def test_the_engines_refusals_pass_with_code_and_field(bench):
     assert bench.gateway.num_streams == 0
 
 
+async def test_wanted_times_and_shares_reach_the_engine(bench):
+    for peer, stream, namespace in (("a", 1, ""), ("a", 2, ""), ("b", 3, ""), ("b", 4, "tenant")):
+        bench.client(
+            peer, Generate(stream=stream, prompt_ids=b"\1\0\0\0", ttft_ms=250.0, itl_ms=12.0, namespace=namespace)
+        )
+    first, second, third, fourth = bench.to_engine(Generate)
+    assert (first.ttft_ms, first.itl_ms, first.deadline_ms) == (250, 12, None)
+    assert first.client == second.client != third.client
+    assert fourth.client == "tenant"
+    bench.client("a", Generate(stream=9, prompt_ids=b"\1\0\0\0", client="somebody else"))
+    assert [(m.code, m.stream) for m in bench.of(Error)] == [("unsupported", 9)]
+    refused = Error(code="overloaded", message="late", stream=first.stream, retry_after_ms=9, predicted_ttft_ms=99)
+    bench.from_engine(refused)
+    assert bench.of(Error)[-1].predicted_ttft_ms == 99
+
+
 async def test_a_complaint_about_the_ids_is_about_the_prompt_that_was_sent(bench):
     bench.client("a", Generate(stream=7, prompt="long"))
     await bench.settle()

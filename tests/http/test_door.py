@@ -206,6 +206,12 @@ async def test_overload_says_when_to_try_again():
         bench.engine.pause_s, bench.engine.error = 0.0, Overloaded("the queue is full", retry_after_ms=2500)
         async with bench.session.post(bench.url + CHAT, json=HI) as response:
             assert (response.status, response.headers["Retry-After"]) == (429, "3")
+        bench.engine.error = Overloaded("late", field="ttft_ms", retry_after_ms=1590, predicted_ttft_ms=1840)
+        async with bench.session.post(bench.url + CHAT, json={**HI, "ttft_ms": 250}) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "2")
+            error = (await response.json())["error"]
+        assert (error["param"], error["predicted_ttft_ms"], error["retry_after_ms"]) == ("ttft_ms", 1840, 1590)
+        assert bench.engine.asked[-1].ttft_ms == 250
 
 
 async def test_ready_tells_whether_tokens_can_move(bench):

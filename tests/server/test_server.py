@@ -265,6 +265,33 @@ async def test_the_cores_refusals_travel():
         assert caught.value.retry_after_ms == 5
 
 
+async def test_wanted_times_reach_the_core_and_its_honest_refusal_the_client():
+    async with serve() as server, connect(server.endpoint) as client:
+        running = client.generate([1], max_tokens=1, ttft_ms=250, itl_ms=12.5, deadline_ms=1e4, namespace="n")
+        await until(lambda: server.core.live)
+        (request,) = server.core.requests
+        assert (request.wishes.ttft_ms, request.wishes.itl_ms, request.wishes.deadline_ms) == (250, 12.5, 1e4)
+        assert request.client == "n"
+        server.core.step()
+        await running.result()
+        other = client.generate([1], max_tokens=1)
+        await until(lambda: server.core.live)
+        assert server.core.requests[-1].client not in ("", "n"), "a client without a namespace has a share, too"
+        server.core.step()
+        await other.result()
+        server.core.refuse = Overloaded("not in time", field="ttft_ms", retry_after_ms=1590, predicted_ttft_ms=1840)
+        with pytest.raises(Overloaded) as caught:
+            await client.generate([1], ttft_ms=250).result()
+        assert (caught.value.field, caught.value.retry_after_ms, caught.value.predicted_ttft_ms) == (
+            "ttft_ms",
+            1590,
+            1840,
+        )
+        with pytest.raises(InvalidRequest) as refused:
+            client.generate([1], itl_ms=-1.0)
+        assert refused.value.field == "itl_ms"
+
+
 async def test_draining_refuses_new_streams_and_ends_open_ones_complete():
     async with serve() as server, connect(server.endpoint) as client:
         running = client.generate([1], max_tokens=3, seed=1)
