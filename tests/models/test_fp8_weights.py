@@ -175,3 +175,26 @@ def test_scales_that_do_not_belong_are_refused(folder, tmp_path, fault):
     save_file(tensors, path)
     with pytest.raises(ModelError, match="down_proj"):
         load(tmp_path / "fp8")
+
+
+def test_other_types_of_8_bits_are_refused_by_name(folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e5m2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="down_proj.weight is of type F8_E5M2"):
+        load(tmp_path)
+
+
+def test_matrices_that_a_checkpoint_leaves_wide_are_rounded_with_the_others(folder, tmp_path):
+    meant = store(folder, tmp_path / "fp8", "channel")
+    path, name = tmp_path / "fp8" / "model.safetensors", "model.layers.0.self_attn.o_proj.weight"
+    tensors = load_file(path)
+    tensors[name] = wide = load_file(folder / "model.safetensors")[name]
+    del tensors[name + "_scale"]
+    save_file(tensors, path)
+    layer = kept(tmp_path / "fp8").weights.layers[0]
+    assert torch.equal(layer.attn_out.float(), reference.quantise_rows(wide)[0].float())
+    back = reference.dequantise_rows(layer.down, layer.down_scale)
+    torch.testing.assert_close(back, meant["model.layers.0.mlp.down_proj.weight"], rtol=1e-6, atol=0)
