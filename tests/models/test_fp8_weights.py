@@ -183,7 +183,7 @@ def test_other_types_of_8_bits_are_refused_by_name(folder, tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e5m2)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="down_proj.weight is of type F8_E5M2"):
+    with pytest.raises(ModelError, match=r"down_proj\.weight is of type F8_E5M2"):
         load(tmp_path)
 
 
