@@ -7,7 +7,7 @@ import re
 import pytest
 import pytest_asyncio
 from tests.chaos.rig import REAL, served
-from tests.clients.builds import VECTORS, first_block, node_client, run
+from tests.clients.builds import ROOT, VECTORS, cpp_client, first_block, node_client, run
 
 from pagewire.cli.model_path import demo_model
 
@@ -15,6 +15,7 @@ MODEL = demo_model()
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.model,
+    pytest.mark.timeout(300),  # the first time programs are built
     pytest.mark.skipif(MODEL is None, reason="the demo model is not installed"),
 ]
 
@@ -60,4 +61,33 @@ async def test_node_readme(server, node):
     )  # fmt: skip
     (project / "example.mjs").write_text(first_block(node / "README.md", "js"))
     out = await run("node", "example.mjs", cwd=project, **server)
-    assert re.search(r"\S.*\nlength: 32 tokens, seed \d+\n$|\S.*\nstop: \d+ tokens, seed \d+\n$", out, re.DOTALL), out
+    assert re.search(r"\S.*\n(length: 32|stop: \d+) tokens, seed \d+\n$", out, re.DOTALL), out
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cpp():
+    return await cpp_client()
+
+
+async def test_cpp_client(server, cpp):
+    """Vectors, a server that the tests play, and this one."""
+    folder, _ = cpp
+    out = await run(folder / "client-test", cwd=folder, PAGEWIRE_VECTORS=str(VECTORS), **server)
+    assert " 0 failed" in out
+    assert "skipped" not in out
+
+
+async def test_cpp_readme(server, cpp):
+    """A project that finds the installed package, and the example run as it stands."""
+    folder, found = cpp
+    project, readme = folder / "project", ROOT / "clients" / "cpp" / "README.md"
+    project.mkdir(exist_ok=True)
+    for name, language in (("CMakeLists.txt", "cmake"), ("example.cpp", "cpp")):
+        text = first_block(readme, language)
+        if not (project / name).exists() or (project / name).read_text() != text:
+            (project / name).write_text(text)
+    assert (project / "example.cpp").read_text() == (ROOT / "clients/cpp/example/example.cpp").read_text()
+    await run("cmake", "-S", ".", "-B", "build", *found, cwd=project)
+    await run("cmake", "--build", "build", cwd=project)
+    out = await run(project / "build" / "example", cwd=project, **server)
+    assert re.search(r"\S.*\n(length: 32|stop: \d+) tokens, seed \d+\n$", out, re.DOTALL), out
