@@ -25,9 +25,10 @@ from tests.fuzz.mutate import Mutator
 import pagewire_client
 from pagewire.cli.model_path import demo_model
 from pagewire_transport.codec import MAX_REPLY_BYTES, decode_server, encode
-from pagewire_transport.messages import Goodbye, Hello
+from pagewire_transport.messages import Goodbye, Hello, Ping
 
 A_CONNECTION = 40
+ANSWER_MS = 20_000
 WARM_SHARE = 0.2
 MAX_GROWTH = 32 * 2**20
 PROMPT = list(range(1000, 1020))
@@ -41,8 +42,16 @@ def throw(url: str, num: int, seed: int) -> None:
     """The other process: sends, reads and checks that what comes back are messages. Prints the number thrown so far."""
     source = Mutator(seed)
     context = zmq.Context()
+    control = context.socket(zmq.DEALER)
+    control.connect(url)
+    control.send(encode(Hello()))
     thrown = 0
     while thrown < num:
+        # One connection after the other has been dealt with: what is measured is growth, not a backlog, which is bounded
+        # by the file descriptors that the server may open.
+        control.send(encode(Ping()))
+        assert control.poll(ANSWER_MS), "the door answers nobody any more"
+        decode_server(control.recv())
         with context.socket(zmq.DEALER) as peer:
             peer.linger = 0
             peer.connect(url)
@@ -61,6 +70,7 @@ def throw(url: str, num: int, seed: int) -> None:
                 peer.send(encode(Goodbye()))
                 peer.linger = 100
         print(thrown, flush=True)
+    control.close(0)
 
 
 async def neighbour(url: str, seen: list[int], stop: asyncio.Event) -> None:
@@ -96,10 +106,12 @@ async def run(num: int, seed: int) -> dict[str, float]:
             ]  # fmt: skip
             parts = {name: server.part(name) for name in doors}
             before: dict[str, int] = {}
+            rss: dict[str, list[int]] = {name: [] for name in doors}
 
             async def follow(name: str, thrower: asyncio.subprocess.Process) -> None:
                 assert thrower.stdout is not None
                 while line := await thrower.stdout.readline():
+                    rss[name].append(parts[name].memory_info().rss >> 20)
                     if name not in before and int(line) > WARM_SHARE * num / 2:
                         before[name] = parts[name].memory_info().rss
                 assert await thrower.wait() == 0, f"the thrower at the {name}: an answer was no message"
@@ -110,6 +122,7 @@ async def run(num: int, seed: int) -> dict[str, float]:
             await asyncio.sleep(6)  # heartbeats find who broke off, and the grace of their streams is over
             for name, part in parts.items():
                 assert server.part(name).pid == part.pid, f"the {name} was restarted"
+                print(name, rss[name][:: max(1, len(rss[name]) // 20)], "MiB", flush=True)
                 grown = part.memory_info().rss - before[name]
                 figures[f"{name}_grown_mib"] = round(grown / 2**20, 1)
                 assert grown < MAX_GROWTH, f"the {name} has grown by {grown} bytes"
