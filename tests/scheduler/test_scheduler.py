@@ -10,6 +10,7 @@ from harness import BLOCK, Harness
 from pagewire.config import SchedulerConfig
 from pagewire.errors import ConfigError, NumericError, Overloaded, PromptTooLong
 from pagewire.request.request import Request
+from pagewire.scheduler import prefill
 from pagewire.scheduler.scheduler import Scheduler
 from pagewire.scheduler.sequence import SequenceState
 from pagewire_transport.params import SamplingParams
@@ -181,6 +182,20 @@ class TestPrefix:
             assert not (second.is_held and harness.scheduler._next_step > second.held_until_step + 1)
         assert was_held
         harness.run()
+
+    def test_many_that_share_a_long_prompt_are_not_placed_in_one_plan(self, monkeypatch):
+        """F27: what is cached takes nothing of the budget, but placing it costs the loop time."""
+        monkeypatch.setattr(prefill, "MOST_PLACED", 100)
+        h = Harness(num_blocks=300)
+        prompt = [7] * 90
+        h.submit(prompt, max_tokens=1)
+        h.run()
+        joins, submit = [], h.device.submit
+        monkeypatch.setattr(h.device, "submit", lambda plan: (joins.append(len(plan.joins)), submit(plan)))
+        for _ in range(6):
+            h.submit(prompt, max_tokens=1)
+        h.run()
+        assert (sum(joins), max(joins)) == (6, 2)
 
     def test_who_waits_for_a_prefix_goes_on_when_its_producer_is_cancelled(self):
         harness = Harness(num_blocks=400, max_rows=4, max_len=200, max_step_tokens=64)

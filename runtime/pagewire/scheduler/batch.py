@@ -13,6 +13,8 @@ the numbers, each once a step.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -32,6 +34,21 @@ _Array = TypeVar("_Array", RowIndex, Int32Array)
 def _frozen(array: _Array) -> _Array:
     array.flags.writeable = False
     return array
+
+
+def _backed_when_written(rows: int, columns: int) -> Int32Array:
+    """int32 zeros that take address space, and memory once they are written.
+
+    In small pages: for large arrays numpy asks for huge ones, and the kernel was seen to take 5 ms to find and clear one,
+    within a plan (F27). On Windows there is no such choice.
+    """
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return np.zeros((rows, columns), np.int32)
+    memory = mmap.mmap(-1, 4 * rows * columns, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.int32).reshape(rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +75,8 @@ class Batch:
         self.max_rows = max_rows
         self.block_size = block_size
         self.max_blocks = -(-max_model_len // block_size)
-        # np.empty and np.zeros of this size take address space, not memory; a page is backed when first written.
-        self.ledger = np.empty((max_rows, max_model_len), np.int32)
-        self.table = np.zeros((max_rows, self.max_blocks), np.int32)
+        self.ledger = _backed_when_written(max_rows, max_model_len)
+        self.table = _backed_when_written(max_rows, self.max_blocks)
         self.num_blocks = np.zeros(max_rows, np.int32)
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.num_computed = np.zeros(max_rows, np.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from pagewire.scheduler.admission import Admission
@@ -13,6 +15,11 @@ from pagewire.scheduler.memory import KvMemory
 from pagewire.scheduler.pacing import TokenBudget
 from pagewire.scheduler.sequence import Sequence, SequenceState
 from pagewire.step.step import RowJoin
+
+MOST_PLACED: Final = 65_536
+"""Known tokens of those that are admitted in one plan, about. The budget counts what is computed; placing a long prompt that
+is cached costs the loop a millisecond all the same (its tokens and blocks are copied), and many may wait for one prefix (F27).
+"""
 
 
 class Prefill:
@@ -44,17 +51,24 @@ class Prefill:
                 return
             if not sequence.is_leaving:
                 self._chunk(sequence, budget)
-        while budget.tokens > 0 and self._admit(step, budget, now_ns):
-            pass
+        num_placed = 0
+        while budget.tokens > 0 and num_placed < MOST_PLACED:
+            num_known = self._admit(step, budget, now_ns)
+            if not num_known:
+                return
+            num_placed += num_known
 
     def plan_by_due(self, step: int, budget: TokenBudget, now_ns: int) -> None:
         """Chunks for who is due first, in prefill or waiting, within the budget."""
         begun = sorted((s for s in self._departures.prefilling if not s.is_leaving), key=_urgency, reverse=True)
-        is_closed = False  # the queue: its first cannot be admitted, and nobody goes past it
+        num_placed = 0
+        is_closed = False  # the queue: its first cannot be admitted now, and nobody goes past it
         while budget.tokens > 0:
             first = None if is_closed else self._admission.most_urgent(now_ns)
             if first is not None and (not begun or _urgency(first) < _urgency(begun[-1])):
-                is_closed = not self._admit(step, budget, now_ns)
+                num_known = self._admit(step, budget, now_ns)
+                num_placed += num_known
+                is_closed = not num_known or num_placed >= MOST_PLACED
             elif begun:
                 sequence = begun.pop()
                 if not sequence.is_leaving:
@@ -62,14 +76,14 @@ class Prefill:
             else:
                 return
 
-    def _admit(self, step: int, budget: TokenBudget, now_ns: int) -> bool:
-        """Whether somebody was."""
+    def _admit(self, step: int, budget: TokenBudget, now_ns: int) -> int:
+        """Tokens that are known of who was admitted; 0: nobody was."""
         admitted = self._admission.admit_next(step, now_ns, self._drafts.current)
         if admitted is None:
-            return False
+            return 0
         self._drafts.current.join(self._join_of(admitted))
         self._chunk(admitted, budget)
-        return True
+        return int(self._batch.num_known[admitted.row])
 
     def _chunk(self, sequence: Sequence, budget: TokenBudget) -> None:
         """Schedule the next tokens of a sequence in prefill, as many as the budget has."""
