@@ -7,7 +7,7 @@ import pytest
 from timed import MS, Timed
 
 from pagewire.errors import Overloaded
-from pagewire.scheduler.cost_model import PRIOR, Coefficients, CostModel
+from pagewire.scheduler.cost_model import PRIOR, Coefficients, CostModel, StepWork
 from pagewire.scheduler.pacing import LEAST_CHUNK
 from pagewire.scheduler.sequence import SequenceState
 
@@ -104,6 +104,20 @@ class TestChunks:
         late = decoder.gaps_ms[300:] > 15.0 * factor
         assert late.mean() < 0.05
         assert timed.scheduler.pacer.model.error < 0.05
+
+    def test_the_first_prompts_on_an_unknown_card_are_tried_with_care(self):
+        """A card whose prefill is thirty times slower beside its decode than the prior thinks."""
+        values = list(PRIOR.values)
+        values[4] *= 200
+        card = CostModel(Coefficients(tuple(values), PRIOR.knot), buckets=BUCKETS)
+        timed = Timed(itl_target_ms=60.0, card=card, model=CostModel(buckets=BUCKETS), max_step_tokens=2048)
+        decoder = timed.submit(50, max_tokens=400)
+        timed.run_until(timed.now + 100 * MS)
+        timed.submit(3000, max_tokens=2)
+        timed.run()
+        assert card.predict(StepWork(2048, 2048 * 1024.0, 1, 100)) > 1500 * MS, "what it would have tried"
+        assert decoder.gaps_ms.max() < 150
+        assert np.median(decoder.gaps_ms[60:90]) < 60
 
     def test_streams_are_not_let_in_that_would_break_the_promise_of_all(self):
         timed = Timed(itl_target_ms=12.0, max_rows=512, num_blocks=60_000, max_step_tokens=2048)

@@ -51,6 +51,7 @@ _SPREAD_MIN: Final = 0.005
 _MARGIN_MAX: Final = 0.5
 _MARGIN_QUANTILE: Final = 0.99
 _MARGIN_STEP: Final = 0.005
+_SURPRISE: Final = 0.3
 _COORDINATES: Final = 3
 """Moved to their optimum by each step."""
 _RESCALE_AT: Final = (5, 15)
@@ -203,6 +204,8 @@ class CostModel:
         self._next = 0
         self._first_ratios: list[float] = []
         self.num_observed = 0
+        self.largest_prefill = 0
+        """Tokens of a step whose time was about as predicted; of more than that nothing is known but the prior."""
         self.spread = 0.1
         """Median of |relative error|, running."""
         self.error = 0.0
@@ -275,6 +278,8 @@ class CostModel:
         scale = max(predicted, duration_ns)
         relative = (duration_ns - predicted) / scale  # −1 … 1
         size = abs(relative)
+        if size < _SURPRISE:
+            self.largest_prefill = max(self.largest_prefill, work.prefill_tokens)
         self._note_error(relative, size, duration_ns / predicted - 1)
         limit = _HUBER * self.spread
         weight = (1.0 if size <= limit else limit / size) / (scale * scale)
@@ -357,6 +362,7 @@ class CostModel:
             "coefficients": list(self._c),
             "knot": self._knot,
             "observed": self.num_observed,
+            "largest_prefill": self.largest_prefill,
             "spread": self.spread,
             "margin": self.margin,
             "error": self.error,
@@ -383,6 +389,7 @@ class CostModel:
             raise ValueError("coefficients: the first must be above 0")
         model = cls(Coefficients(tuple(numbers), _number(knot, "knot")), buckets=buckets, mixed_buckets=mixed_buckets)
         model.num_observed = int(_number(state.get("observed", 0), "observed"))
+        model.largest_prefill = int(_number(state.get("largest_prefill", 0), "largest_prefill"))
         model.spread = min(1.0, max(_SPREAD_MIN, _number(state.get("spread", 0.1), "spread")))
         model.margin = min(_MARGIN_MAX, _number(state.get("margin", 0.1), "margin"))
         model.error = min(1.0, _number(state.get("error", 0.0), "error"))

@@ -113,13 +113,23 @@ class Pacer:
             self._tightest = float(self._batch.itl_ns.take(everyone.rows).min()) if everyone.rows.size else math.inf
         n = rows.size
         self.decode_work = StepWork(0, 0.0, n, int(starts.sum()) + n) if n else _NO_WORK
-        budget = TimeBudget(self.max_step_tokens - n, self.step_ns(self._tightest), self.decode_work, self.model)
+        tokens = self.max_step_tokens - n
+        if self._tightest < math.inf:
+            tokens = min(tokens, self.most_prefill)
+        budget = TimeBudget(tokens, self.step_ns(self._tightest), self.decode_work, self.model)
         self._budget = budget
         return budget
 
     def step_ns(self, promise_ns: float) -> float:
         """What a step may be predicted to take, so that it hardly ever takes more than `promise_ns`."""
         return promise_ns / (1.0 + self.model.margin)
+
+    @property
+    def most_prefill(self) -> int:
+        """Tokens of prefill beside streams that were promised something: twice what was seen. A card of another kind than the
+        prior's may take thirty times as long for them.
+        """
+        return max(LEAST_CHUNK, 2 * self.model.largest_prefill)
 
     @property
     def tightest_ns(self) -> float:
@@ -161,6 +171,7 @@ class Pacer:
         n = most
         if self.tightest_ns < math.inf:
             budget_ns = self.step_ns(self.tightest_ns)
+            most = min(most, self.most_prefill)
             n = max(min(most, LEAST_CHUNK), self.model.largest_chunk(self.decode_work, context, budget_ns, most))
         return n, self.model.predict(self.decode_work.with_chunk(n, context))
 
