@@ -38,6 +38,7 @@ struct Fault {
     std::string message;
     std::optional<std::string> field = std::nullopt;
     std::optional<std::int64_t> retry_after_ms = std::nullopt;
+    std::optional<std::int64_t> predicted_ttft_ms = std::nullopt;
 };
 
 // Base of all errors that a user of Pagewire can meet. A code that this client does not know comes as this class.
@@ -53,6 +54,8 @@ class Error : public std::runtime_error {
     const std::optional<std::string>& field() const noexcept { return fault_.field; }
     // When to try again; none where trying again cannot help.
     const std::optional<std::int64_t>& retry_after_ms() const noexcept { return fault_.retry_after_ms; }
+    // How long the first token would have taken, where that is why.
+    const std::optional<std::int64_t>& predicted_ttft_ms() const noexcept { return fault_.predicted_ttft_ms; }
     const Fault& fault() const noexcept { return fault_; }
 
   private:

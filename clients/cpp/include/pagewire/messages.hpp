@@ -321,7 +321,8 @@ inline Message read_message(const std::string& t, const Fields& f) {
     if (t == "error") {
         ErrorMessage m;
         f.get("code", m.fault.code), f.get("message", m.fault.message), f.maybe("field", m.fault.field);
-        f.maybe("retry_after_ms", m.fault.retry_after_ms), f.maybe("stream", m.stream);
+        f.maybe("retry_after_ms", m.fault.retry_after_ms);
+        f.maybe("predicted_ttft_ms", m.fault.predicted_ttft_ms), f.maybe("stream", m.stream);
         return m;
     }
     if (t == "pong") {

@@ -45,6 +45,9 @@ struct Options : SamplingParams {
     std::optional<bool> echo_text;                    // false: token ids only, no text
     std::string on_lag;                               // "coalesce" (default), "pause" or "cancel", where the client lags
     std::optional<bool> resumable;                    // false: the stream ends with its connection
+    // Wanted milliseconds to the first token and between tokens; where they cannot be kept, the answer is Overloaded.
+    std::optional<double> ttft_ms, itl_ms;
+    std::optional<double> deadline_ms;  // beyond it the stream ends with DeadlineExceeded
     std::map<std::string, TemplateValue> template_kwargs;  // for the chat template; `chat` only
 };
 
@@ -201,7 +204,8 @@ inline MapWriter generate(std::uint32_t stream, const Options& options) {
     MapWriter map = message("generate", stream);
     map.field("params", params(options));
     map.field("priority", options.priority), map.field("echo_text", options.echo_text);
-    map.field("resumable", options.resumable);
+    map.field("resumable", options.resumable), map.field("ttft_ms", options.ttft_ms);
+    map.field("itl_ms", options.itl_ms), map.field("deadline_ms", options.deadline_ms);
     if (!options.name_space.empty()) map.field("namespace", options.name_space);
     if (!options.on_lag.empty()) map.field("on_lag", options.on_lag);
     if (!options.template_kwargs.empty()) map.map("template_kwargs", options.template_kwargs);
