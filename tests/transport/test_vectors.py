@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from pagewire.config import ServerConfig
 from pagewire_transport.codec import decode_client, decode_server, stream_to_refuse
 from pagewire_transport.errors import PagewireError
 
@@ -47,3 +49,22 @@ def test_refused(vector):
 @pytest.mark.parametrize("vector", load("server.json"), ids=lambda vector: vector["name"])
 def test_a_client_takes_every_message_of_a_server(vector):
     assert decode_server(bytes.fromhex(vector["frame"])).__struct_config__.tag == vector["message"]["t"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_connections", "max_streams_per_connection", "heartbeat_ms", "heartbeat_timeout_ms", "resume_grace_ms",
+        "max_kept_streams",
+    ],
+)  # fmt: skip
+def test_the_page_tells_the_settings_defaults(name):
+    section = (ROOT / "transport" / "PROTOCOL.md").read_text().partition("\n## Limits and defaults\n")[2]
+    row = next(line for line in section.splitlines() if f"`{name}`" in line)
+    assert f"{getattr(ServerConfig(), name):,}" in row
+
+
+def test_every_link_inside_the_page_leads_somewhere():
+    text = (ROOT / "transport" / "PROTOCOL.md").read_text()
+    headings = {line.lstrip("# ").lower().replace(" ", "-") for line in text.splitlines() if line.startswith("#")}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
