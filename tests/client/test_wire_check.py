@@ -9,6 +9,7 @@ import pytest
 from tests.cli.echo_server import EchoServer
 from tests.server.bench import serve
 
+from pagewire.cli import wire_check
 from pagewire_client.wire_check import check_server
 from pagewire_transport.door import Door
 from pagewire_transport.handler import DoorLimits
@@ -19,14 +20,18 @@ async def outcomes(url, **options):
     return {outcome.name: outcome async for outcome in check_server(url, **options)}
 
 
-async def test_an_engine_keeps_the_protocol():
-    async with serve(max_message_bytes=2**20) as server:
+async def test_an_engine_keeps_the_protocol(capsys):
+    """One line a check, and how many there were."""
+    async with serve(max_message_bytes=2**20, heartbeat_ms=100, heartbeat_timeout_ms=400) as server:
         running = asyncio.create_task(server.core.run(0.001))
-        found = await outcomes(server.endpoint, timeout_s=5)
+        code = await wire_check._check(server.endpoint, None, None, {"timeout_s": 5.0, "patience_s": 3.0})
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        assert {name: outcome.why for name, outcome in found.items() if outcome.verdict != "ok"} == {}
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if not line.startswith("ok    ")] == []
+        assert (code, last) == (0, f"{len(lines)} kept, 0 broken, 0 not applicable")
+        assert len(lines) > 45
         assert server.faults == []
 
 

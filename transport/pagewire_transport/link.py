@@ -196,7 +196,7 @@ class Link:
         self._socket.abandon()
         self._unsent.clear()
         self._num_unsent_bytes = 0
-        denied = Unauthorized(f"the server at {self.url} lets us not in: {reason}")
+        denied = Unauthorized(f"the server at {self.url} does not let us in: {reason}")
         self._refuse(denied)
         self._on_lost(denied)  # what was sent behind the hello will never be answered
 

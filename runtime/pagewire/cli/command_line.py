@@ -194,6 +194,13 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     of["wire-check"].add_argument(
         "--timeout", metavar="SECONDS", type=float, default=5.0, help="for each answer (default: 5)"
     )
+    of["wire-check"].add_argument(
+        "--patience",
+        metavar="SECONDS",
+        type=float,
+        default=3.0,
+        help="silence at most, to see whether it is noticed (default: 3)",
+    )
     of["admin"].add_argument("action", choices=("drain", "stats", "reload"), help="what to do")
     of["admin"].add_argument(
         "url", nargs="?", metavar="URL", help="of the server; default: your newest on this machine"

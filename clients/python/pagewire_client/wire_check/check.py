@@ -124,9 +124,10 @@ class Peer:
 class Bench:
     """What a check gets: connections to the server, which are closed behind it."""
 
-    def __init__(self, url: str, curve: ClientCurve | None, timeout_s: float) -> None:
+    def __init__(self, url: str, curve: ClientCurve | None, timeout_s: float, patience_s: float) -> None:
         self._url, self._curve = url, curve
         self.timeout_s = timeout_s
+        self.patience_s = patience_s
         self._peers: list[Peer] = []
 
     def stranger(self) -> Peer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from typing import Final
 
@@ -106,6 +107,21 @@ async def _ping(bench: Bench) -> None:
         pong = await peer.expect(Pong)
         if pong.nonce != nonce:
             raise CheckError(f"asked with {nonce}, answered with {pong.nonce}")
+
+
+async def _silence(bench: Bench) -> None:
+    peer, welcome = await bench.welcomed()
+    timeout_s = welcome.heartbeat_timeout_ms / 1000
+    if 2 * timeout_s > bench.patience_s:
+        raise SkipCheck(
+            f"`heartbeat_timeout_ms` is {welcome.heartbeat_timeout_ms}, the patience {bench.patience_s:g} s"
+        )
+    lively = await bench.peer()
+    for _ in range(8):
+        await asyncio.sleep(timeout_s / 4)
+        await lively.is_alive()
+    peer.send(Ping())
+    await peer.expect_error("protocol", field="hello")
 
 
 async def _goodbye(bench: Bench) -> None:
@@ -238,6 +254,7 @@ CHECKS: Final[dict[str, Check]] = {
     "a frame of another version is refused": _frame_of_another_version,
     "hello comes first": _hello_first,
     "ping is answered with its nonce": _ping,
+    "the silent are taken for lost, and nobody else": _silence,
     "goodbye ends the connection": _goodbye,
     "every encoding of MessagePack is taken": _encodings,
     "a message of several frames is refused": _several_frames,
