@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 
 import pytest
 import pytest_asyncio
-from tests.chaos.rig import REAL, served
+from tests.chaos.rig import REAL, served, temporary_folder
 from tests.clients.builds import ROOT, VECTORS, cpp_client, first_block, node_client, run
 
+from pagewire import curve_keys
 from pagewire.cli.model_path import demo_model
 
 MODEL = demo_model()
@@ -36,15 +38,34 @@ async def server():
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def keyed():
+    """Another one, on the loopback, that asks for keys; its model is a fake."""
+    with temporary_folder() as folder:
+        now = datetime.now(UTC)
+        pair = curve_keys.make(folder / "server.key", "server", now=now)
+        ours = curve_keys.make(folder / "alice.key", "alice", now=now)
+        curve_keys.allow(folder / "allowed", "alice", ours.public, now=now)
+        async with served(
+            "--bind", "tcp://127.0.0.1:0", "--curve-key-file", str(folder / "server.key"),
+            "--curve-allow-file", str(folder / "allowed"),
+        ) as made:  # fmt: skip
+            yield {
+                "PAGEWIRE_CURVE_URL": made.url,
+                "PAGEWIRE_SERVER_KEY": pair.public,
+                "PAGEWIRE_KEY_FILE": str(folder / "alice.key"),
+            }
+            assert await made.stop() == 0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def node():
     return await node_client()
 
 
-async def test_node_client(server, node):
-    """Vectors, a server that the tests play, and this one."""
-    out = await run(
-        "node", "--test", "--test-timeout=60000", "dist-test/", cwd=node, PAGEWIRE_VECTORS=str(VECTORS), **server
-    )
+async def test_node_client(server, keyed, node):
+    """Vectors, a server that the tests play, and these two."""
+    environment = {"PAGEWIRE_VECTORS": str(VECTORS), **server, **keyed}
+    out = await run("node", "--test", "--test-timeout=60000", "dist-test/", cwd=node, **environment)
     assert "# fail 0" in out
     assert "# skipped 0" in out
 
@@ -69,10 +90,11 @@ async def cpp():
     return await cpp_client()
 
 
-async def test_cpp_client(server, cpp):
-    """Vectors, a server that the tests play, and this one."""
+async def test_cpp_client(server, keyed, cpp):
+    """Vectors, a server that the tests play, and these two."""
     folder, _ = cpp
-    out = await run(folder / "client-test", cwd=folder, PAGEWIRE_VECTORS=str(VECTORS), **server)
+    environment = {"PAGEWIRE_VECTORS": str(VECTORS), **server, **keyed}
+    out = await run(folder / "client-test", cwd=folder, **environment)
     assert " 0 failed" in out
     assert "skipped" not in out
 

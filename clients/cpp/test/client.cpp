@@ -1,10 +1,12 @@
 // The client against a server that the test plays; with `PAGEWIRE_URL=ipc://…` also against a real one that serves the
-// demo model (what is resumed there is asked of `PAGEWIRE_RESUME_URL`, if that is given).
+// demo model (what is resumed there is asked of `PAGEWIRE_RESUME_URL`, if that is given), and with `PAGEWIRE_CURVE_URL`,
+// `PAGEWIRE_SERVER_KEY` and `PAGEWIRE_KEY_FILE` against one that asks for keys.
 
 #include <chrono>
 #include <cstdlib>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include <pagewire/client.hpp>
@@ -184,9 +186,9 @@ const test::Test nobody("nobody there", [] {
 
 // ---- a real server --------------------------------------------------------------------------------------------------
 
-std::string live(const char* name = "PAGEWIRE_URL") {
-    const char* url = std::getenv(name);
-    if (url == nullptr || *url == '\0') throw test::Skipped{"PAGEWIRE_URL names no server"};
+std::string live(const std::string& name = "PAGEWIRE_URL") {
+    const char* url = std::getenv(name.c_str());
+    if (url == nullptr || *url == '\0') throw test::Skipped{name + " names no server"};
     return url;
 }
 
@@ -254,6 +256,17 @@ const test::Test live_resume("live: another client goes on with a stream", [] {
     const auto rest = second.resume(ticket).result().token_ids;
     CHECK(rest == std::vector<std::uint32_t>(whole.begin() + ticket.received[0], whole.end()));
     THROWS(UnknownStream, second.resume({ticket.request_id, "00", {0}}).result());
+});
+
+const test::Test live_keys("live: a server with keys", [] {
+    const std::string url = live("PAGEWIRE_CURVE_URL");
+    ConnectOptions options;
+    options.curve = CurveKeys::load(live("PAGEWIRE_SERVER_KEY"), live("PAGEWIRE_KEY_FILE"));
+    Client client = connect(url, options);
+    EQUAL(client.generate(std::vector<std::uint32_t>{5, 6, 7}, short_options()).result().token_ids.size(), 4u);
+    THROWS(Unauthorized, connect(url));
+    std::tie(options.curve->public_key, options.curve->secret_key) = test::curve_pair();
+    THROWS(Unauthorized, connect(url, options));
 });
 
 }  // namespace

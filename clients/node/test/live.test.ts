@@ -5,7 +5,8 @@ import { connect as dial, createServer } from 'node:net';
 import type { AddressInfo, Socket } from 'node:net';
 import { test } from 'node:test';
 import { setTimeout as sleep } from 'node:timers/promises';
-import { connect, InvalidRequest, PagewireError, UnknownStream } from '../dist/index.js';
+import { curveKeyPair } from 'zeromq';
+import { connect, InvalidRequest, PagewireError, Unauthorized, UnknownStream } from '../dist/index.js';
 
 const url = process.env['PAGEWIRE_URL'] ?? '';
 const resumeUrl = process.env['PAGEWIRE_RESUME_URL'] ?? url;
@@ -103,4 +104,15 @@ test('streams go on after their connection was cut', live, async () => {
     for (const socket of sockets) socket.destroy();
     proxy.close();
   }
+});
+
+const keyed = process.env['PAGEWIRE_CURVE_URL'] ?? '';
+test('a server with keys', { skip: keyed === '' && 'PAGEWIRE_CURVE_URL names no server' }, async () => {
+  const { PAGEWIRE_SERVER_KEY: serverKey = '', PAGEWIRE_KEY_FILE: keyFile = '' } = process.env;
+  await using client = await connect(keyed, { curve: { serverKey, keyFile } });
+  const result = await client.generate([5, 6, 7], { maxTokens: 3, ignoreEos: true }).result();
+  assert.equal(result.tokenIds.length, 3);
+  await assert.rejects(connect(keyed), Unauthorized);
+  const { publicKey, secretKey } = curveKeyPair();
+  await assert.rejects(connect(keyed, { curve: { serverKey, publicKey, secretKey } }), Unauthorized);
 });
