@@ -206,6 +206,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--fake", action="store_true", help="an engine without torch: quicker, and less of a test")
     given = parser.parse_args()
+    # A shell that starts us in the background has us ignore Ctrl-C, and so would every server that we start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return 1 if asyncio.run(run(given.num, given.seed, FAKE if given.fake else REAL)) else 0
 
 

@@ -16,10 +16,11 @@ import pytest
 from tests.gateway.bench import tokens
 
 import pagewire_client
-from pagewire.child import Report, decode_report
+from pagewire.child import Report, Reporter, decode_report
 from pagewire.cli.model_path import demo_model
-from pagewire.config import from_mapping
+from pagewire.config import Config, from_mapping
 from pagewire.errors import Draining, EngineFailed, InvalidRequest
+from pagewire.gateway import process as gateway_process_module
 from pagewire_transport.connection import Connection
 from pagewire_transport.door import Door
 from pagewire_transport.handler import DoorLimits
@@ -237,3 +238,17 @@ async def test_long_prompts_do_not_hold_up_streams(short_folder):
         assert max(gaps) < 0.5
         for one in long:
             await one.aclose()
+
+
+def test_the_collector_is_tamed_once_the_text_side_is_loaded(monkeypatch):
+    """F50: a body of many small lists made the default one look at the whole vocabulary again and again."""
+    done = []
+    monkeypatch.setattr(gateway_process_module, "_load_text", lambda config: done.append("load"))
+    monkeypatch.setattr(gateway_process_module, "tame_collector", lambda: done.append("tame"))
+    monkeypatch.setattr(gateway_process_module, "_serve", lambda *_: None)
+    monkeypatch.setattr(gateway_process_module, "run_loop", lambda _: done.append("serve") or 0)
+    out, into = os.pipe()
+    assert gateway_process_module.run(Config(), "ipc:///none", Reporter(into)) == 0
+    assert done == ["load", "tame", "serve"]
+    os.close(out)
+    os.close(into)
