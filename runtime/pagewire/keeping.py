@@ -89,3 +89,140 @@ class Keeper(Generic[Item]):
 def is_same_key(one: str, other: str) -> bool:
     """Compared in a time that does not tell where they differ. An empty key is nobody's."""
     return bool(one) and hmac.compare_digest(one.encode(), other.encode())
+
+
+class Limits(NamedTuple):
+    """What may be kept, of those without a reader and of those that are over, each."""
+
+    grace_ms: int
+    max_num: int
+    max_bytes: int
+
+
+class _Known(NamedTuple, Generic[Item]):
+    item: Item
+    key: str
+
+
+class Survivors(Generic[Item]):
+    """Streams that can be resumed, by request id: read by somebody, lost by their reader, or told to the end.
+
+                      lose                         grace over
+        has a reader ──────▶ orphan: goes on ─────────────────────▶ `end`, forgotten
+          ▲  │   ▲             │
+          │  │   └──── take ───┤
+          │  │ tell            │
+          │  ▼                 │
+          │ told: kept in case its last words were lost ──────────▶ forgotten
+          └──── take ──────────┘                         grace over
+
+    Args:
+        limits: of what is kept.
+        end: ends an orphan whose time is over.
+    """
+
+    def __init__(self, limits: Limits, end: Callable[[Item], None]) -> None:
+        self._end = end
+        self._known: dict[str, _Known[Item]] = {}
+        self._orphans: Keeper[str] = Keeper(**limits._asdict(), give_up=self._give_up_orphan)
+        self._told: Keeper[str] = Keeper(**limits._asdict(), give_up=self.forget)
+        self._told_to: dict[str, object] = {}
+        self._told_by_reader: dict[object, dict[str, None]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    @property
+    def num_orphans(self) -> int:
+        """Streams that nobody reads now."""
+        return len(self._orphans)
+
+    @property
+    def orphans(self) -> list[Item]:
+        """Those."""
+        return [self._known[name].item for name in self._orphans]
+
+    @property
+    def is_keeping(self) -> bool:
+        """`expire` has something to look at."""
+        return bool(len(self._orphans) or len(self._told))
+
+    def add(self, name: str, key: str, item: Item) -> None:
+        """A stream that has a reader."""
+        assert name not in self._known, name
+        self._known[name] = _Known(item, key)
+
+    def find(self, name: str, key: str) -> Item | None:
+        """The stream, whoever has it. None: there is none, or the key is another's."""
+        known = self._known.get(name)
+        return known.item if known is not None and is_same_key(known.key, key) else None
+
+    def has(self, name: str, item: Item) -> bool:
+        """The stream of this name is this one."""
+        known = self._known.get(name)
+        return known is not None and known.item is item
+
+    def take(self, name: str) -> None:
+        """It has a reader again."""
+        self._orphans.take(name)
+        self._told.take(name)
+        self._untell(name)
+
+    def lose(self, name: str, num_bytes: int, now_ns: int) -> None:
+        """Its reader is gone."""
+        self._orphans.put(name, name, num_bytes, now_ns)
+
+    def tell(self, name: str, reader: object, num_bytes: int, now_ns: int) -> None:
+        """All of it was sent to `reader`."""
+        self._told_to[name] = reader
+        self._told_by_reader.setdefault(reader, {})[name] = None
+        self._told.put(name, name, num_bytes, now_ns)
+
+    def farewell(self, reader: object) -> None:
+        """`reader` said that it will not come back: what it was told is forgotten."""
+        for name in list(self._told_by_reader.get(reader, ())):
+            self.forget(name)
+
+    def lost(self, reader: object) -> None:
+        """`reader` is gone, but may come back as another one."""
+        for name in self._told_by_reader.pop(reader, ()):
+            del self._told_to[name]
+
+    def forget(self, name: str) -> None:
+        """It cannot be resumed any more. Idempotent."""
+        self.take(name)
+        self._known.pop(name, None)
+
+    def expire(self, now_ns: int) -> None:
+        """End and forget those whose time is over."""
+        self._orphans.expire(now_ns)
+        self._told.expire(now_ns)
+
+    def clear(self) -> None:
+        """Nobody comes back any more."""
+        self._orphans.clear()
+        self._told.clear()
+
+    def _give_up_orphan(self, name: str) -> None:
+        item = self._known[name].item
+        self.forget(name)
+        self._end(item)
+
+    def _untell(self, name: str) -> None:
+        reader = self._told_to.pop(name, None)
+        if reader is not None:
+            names = self._told_by_reader[reader]
+            del names[name]
+            if not names:
+                del self._told_by_reader[reader]
+
+    def check_invariants(self) -> None:
+        """What must hold between any two events."""
+        self._orphans.check_invariants()
+        self._told.check_invariants()
+        for name in (*self._orphans, *self._told):
+            assert name in self._known
+            assert not (name in self._orphans and name in self._told)
+        assert set(self._told_to) <= set(self._told)
+        listed = [name for names in self._told_by_reader.values() for name in names]
+        assert sorted(listed) == sorted(self._told_to)

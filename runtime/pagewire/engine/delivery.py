@@ -57,7 +57,7 @@ class Delivery:
     """
 
     def __init__(
-        self, ledger: Ledger, on_fault: Callable[[str, Exception], None], on_over: Callable[[Stream], None]
+        self, ledger: Ledger, on_fault: Callable[[str, Exception], None], on_over: Callable[[Stream, Reader], None]
     ) -> None:
         self._ledger = ledger
         self._on_fault = on_fault
@@ -258,9 +258,9 @@ class Delivery:
                 connection.send(refusal(stream.error, stream.number))
             else:
                 connection.send(stream.done())
-            stream.told_over = connection
+            reader = stream.reader
             self.release(stream)
-            self._on_over(stream)
+            self._on_over(stream, reader)
 
     def _fault(self, reader: Reader, cause: Exception) -> None:
         """Our own code failed about one reader: its streams end, since it may have missed tokens."""
@@ -274,7 +274,7 @@ class Delivery:
     def _drop_streams(self, reader: Reader) -> None:
         for stream in list(reader.streams.values()):
             self.drop(stream)
-            self._on_over(stream)
+            self._on_over(stream, reader)
 
     def _add_prompt_logprobs(self, sequence: Sequence, rows: PromptLogprobRows) -> None:
         choice = self._table.find(sequence)

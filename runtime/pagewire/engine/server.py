@@ -17,7 +17,7 @@ from pagewire.engine.admission import Admission
 from pagewire.engine.delivery import Delivery
 from pagewire.engine.packing import u32
 from pagewire.engine.streams import Choice, PromptLogprobStore, Reader, Stream
-from pagewire.engine.survivors import Survivors
+from pagewire.engine.survivors import EngineSurvivors
 from pagewire.errors import (
     Cancelled,
     Draining,
@@ -122,7 +122,7 @@ class WireServer:
         self._door: Door | None = None
         self._log = structlog.get_logger("pagewire.engine")
         self._delivery = Delivery(core, self._on_fault, self._on_over)
-        self._survivors = Survivors(self._delivery, config.server)
+        self._survivors = EngineSurvivors(self._delivery, config.server)
 
     async def start(self) -> None:
         """Listen.
@@ -256,7 +256,7 @@ class WireServer:
         if reader.streams:
             self._log.info("client_lost", client=connection.client, streams=len(reader.streams), reason=str(reason))
         if isinstance(reason, Cancelled | ProtocolError):
-            self._survivors.on_goodbye(connection)
+            self._survivors.on_goodbye(reader)
         elif not self._is_draining:
             self._survivors.on_lost(reader)
         self._delivery.remove_reader(reader)
@@ -344,8 +344,8 @@ class WireServer:
         """See `Sink`."""
         self._delivery.on_outcome(outcome)
 
-    def _on_over(self, stream: Stream) -> None:
-        self._survivors.on_over(stream)
+    def _on_over(self, stream: Stream, reader: Reader) -> None:
+        self._survivors.on_over(stream, reader)
 
     def _on_fault(self, doing: str, error: Exception) -> None:
         self._log.error("door_fault", doing=doing, exc_info=error)

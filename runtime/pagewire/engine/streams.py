@@ -72,7 +72,6 @@ class Stream:
         resume_key: by which another connection may take it; "" if none may.
         memo: for who recalls it.
         is_prompt_told: its reader has the prompt's log-probabilities.
-        told_over: the connection over which its end was sent.
     """
 
     number: int
@@ -85,7 +84,6 @@ class Stream:
     """Of the first choice that failed; it ends the stream, and the other choices."""
     prompt_logprobs: PromptLogprobStore | None = None
     is_prompt_told: bool = False
-    told_over: Connection | None = None
 
     @property
     def num_told(self) -> int:
