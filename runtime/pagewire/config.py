@@ -155,6 +155,9 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     resume_grace_ms: Annotated[
         int, msgspec.Meta(ge=0, description="how long streams of a lost client can be resumed; 0: they end with it")
     ] = 30_000
+    replay_timeout_ms: Annotated[
+        int, msgspec.Meta(ge=0, description="how long streams of a lost engine wait for the next one; 0: they end")
+    ] = 60_000
     max_kept_streams: Annotated[
         int, msgspec.Meta(ge=1, description="streams kept for lost clients at most; the oldest goes first")
     ] = 4096

@@ -36,7 +36,9 @@ def expected(prompt, seed, max_tokens):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server():
-    async with served("--kv-bytes", str(1024 * 1024), "--stall-timeout-ms", "250") as made:
+    # Little is kept for clients that do not come back: what these tests count is there soon.
+    keeping = ("--resume-grace-ms", "500", "--max-kept-streams", "100")
+    async with served("--kv-bytes", str(1024 * 1024), "--stall-timeout-ms", "250", *keeping) as made:
         yield made
         assert await made.stop() == 0
         assert made.left_over() == []

@@ -19,6 +19,7 @@ from pagewire_transport.messages import (
     Finished,
     Generate,
     LogprobColumns,
+    Resume,
     Timings,
     Tokens,
     Usage,
@@ -109,13 +110,14 @@ class Bench:
         self.connections: dict[object, FakeConnection] = defaultdict(FakeConnection)
         self.engine_moves = True
         self.make_text = lambda stops: TextStream(BYTES, stops)
+        server = options.pop("server", {})
         self.preparation = Preparation(
             encode=options.pop("encode", ids_of),
             encode_chat=lambda messages, kwargs: ids_of("|".join(message.content for message in messages)),
             **options,
         )
         self.gateway = Gateway(
-            ServerConfig(max_streams_per_connection=4),
+            ServerConfig(max_streams_per_connection=4, **server),
             to_engine=self.engine.append,
             engine_moves=lambda: self.engine_moves,
             preparer=self.preparation,
@@ -133,7 +135,7 @@ class Bench:
         try:
             self.gateway.on_message(connection, message)
         except PagewireError as error:
-            stream = message.stream if isinstance(message, Generate) else None
+            stream = message.stream if isinstance(message, Generate | Resume) else None
             if stream is not None and self.gateway.has_stream(connection, stream):
                 stream = None
             connection.send(refusal(error, stream))

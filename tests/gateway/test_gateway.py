@@ -233,7 +233,9 @@ async def test_a_lag_longer_than_a_count_can_say_is_cut_into_runs(bench):
     bench.listen("a")
     await bench.caught_up("a")
     counts = [count for message in bench.of(Tokens)[1:] for count in array("H", message.counts)]
-    assert counts == [65_535, 65_535, 18_930]
+    assert len(counts) == 3  # each ends where a piece of what the engine sent does, of which text was made at once
+    assert max(counts) <= 65_535
+    assert sum(counts) == 150_000
     assert bench.text() == "x" + "y" * 150_000
 
 
@@ -500,7 +502,8 @@ async def test_tokens_that_do_not_follow_are_an_error_not_a_garbled_text(bench):
     assert [m.code for m in bench.of(Error)] == ["internal"]
 
 
-async def test_a_lost_engine_is_told_to_every_stream_and_to_those_that_come(bench):
+async def test_a_lost_engine_is_told_to_every_stream_and_to_those_that_come(make_bench):
+    bench = make_bench(server={"replay_timeout_ms": 0})
     bench.start("a", 1)
     bench.start("b", 2)
     bench.gateway.engine_lost(EngineFailed("the engine is gone"))

@@ -11,7 +11,8 @@ from pagewire.gateway.columns import LogprobRun, TokensBuilder
 from pagewire.gateway.stream import Pending
 from pagewire_transport.messages import Tokens
 
-_ADDS = st.lists(st.tuples(st.integers(0, 30), st.text(max_size=3)), max_size=20)
+_LONGEST_ADD = 30
+_ADDS = st.lists(st.tuples(st.integers(0, _LONGEST_ADD), st.text(max_size=3)), max_size=20)
 
 
 def _logprobs(first: int, count: int, top: int) -> LogprobRun | None:
@@ -43,7 +44,7 @@ def test_parts_are_the_whole(adds, takes, top, as_message):
                 return
             start, run, text, columns = piece.start, list(piece.ids), piece.text, piece.logprobs
         assert start == at
-        assert len(run) * (top + 2) < most + top + 2 or not run
+        assert len(run) * (top + 2) < most + top + 2 or len(run) <= _LONGEST_ADD
         if columns is not None:
             chosen.extend(array("f", bytes(columns.chosen)))
             wide.extend(array("I", bytes(columns.top_ids)))
@@ -52,6 +53,7 @@ def test_parts_are_the_whole(adds, takes, top, as_message):
         ids.extend(run)
         texts += text
         at += len(run)
+        assert at in {end for end, _ in texts_at} | {0}  # whole deliveries, since text is made of them
         if run or text:
             assert texts == "".join(text for end, text in texts_at.items() if end[0] <= at)
 

@@ -167,10 +167,13 @@ async def test_leaving_a_stream_cancels_it_at_the_engine(short_folder):
         assert engine.told == [Cancel(stream=engine.asked[0].stream)]
 
 
-async def test_a_lost_engine_ends_streams_at_once_and_readiness(short_folder):
+async def test_a_lost_engine_ends_streams_that_may_not_wait_and_readiness(short_folder):
     engine = FakeEngine()
     engine.is_silent = True
-    async with gateway_process(short_folder, engine) as (process, url, door), pagewire_client.connect(url) as client:
+    async with (
+        gateway_process(short_folder, engine, replay_timeout_ms=0) as (process, url, door),
+        pagewire_client.connect(url) as client,
+    ):
         streams = [client.generate("x") for _ in range(5)]
         while len(engine.asked) < 5:
             await asyncio.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import ClassVar, Final, Protocol
 
 from pagewire.gateway.columns import TokensBuilder
@@ -48,10 +49,13 @@ class Client:
     values_a_unit: ClassVar[int] = 32
     """Tokens and log-probabilities for one unit of the pace: in a message they are copied, as bytes."""
 
-    def __init__(self, connection: Peer, pace: Pace) -> None:
+    def __init__(
+        self, connection: Peer, pace: Pace, on_told: Callable[[Client, GatewayStream], None] | None = None
+    ) -> None:
         self.connection = connection
         self.share = f"client-{next(_NUMBERS)}"
         """Whose share of the service its streams are, where their namespace does not say."""
+        self._on_told = on_told
         self.streams: dict[int, GatewayStream] = {}
         self._pace = pace
         self._marked: list[GatewayStream] = []
@@ -66,6 +70,14 @@ class Client:
     def has_news(self) -> bool:
         """Something waits to be sent, here or in the connection."""
         return bool(self._marked) or self.connection.num_unsent > 0
+
+    def release(self, stream: GatewayStream) -> None:
+        """It is this client's no more. Idempotent."""
+        if self.streams.get(stream.number) is stream:
+            del self.streams[stream.number]
+        if stream.is_marked:
+            stream.is_marked = False
+            self._marked.remove(stream)
 
     def clear(self) -> None:
         """Nobody is there to be told anything."""
@@ -95,6 +107,7 @@ class Client:
         builder = TokensBuilder()
         messages: list[FromServer] = []
         endings: list[FromServer] = []
+        told: list[GatewayStream] = []
         spent = 0
         marked, self._marked = self._marked, []
         for at, stream in enumerate(marked):
@@ -119,9 +132,13 @@ class Client:
             stream.is_marked = False
             if stream.ending is not None:
                 endings.append(stream.ending)
+                told.append(stream)
                 self.streams.pop(stream.number, None)
         if len(builder):
             messages.append(builder.build())
         for message in messages + endings:
             self.connection.send(message)
+        if self._on_told is not None:
+            for stream in told:
+                self._on_told(self, stream)
         return spent

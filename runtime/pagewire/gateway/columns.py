@@ -25,6 +25,11 @@ class LogprobRun:
     top_ids: memoryview  # uint32 × tokens × top
     top_logprobs: memoryview  # float32 × tokens × top
 
+    def part(self, first: int, last: int) -> LogprobRun:
+        """Those of tokens `first` … `last` − 1."""
+        wide = slice(4 * self.top * first, 4 * self.top * last)
+        return LogprobRun(self.top, self.chosen[4 * first : 4 * last], self.top_ids[wide], self.top_logprobs[wide])
+
 
 class Run(NamedTuple):
     """One entry of a `tokens` message."""
@@ -34,6 +39,13 @@ class Run(NamedTuple):
     start: int
     ids: memoryview
     logprobs: LogprobRun | None
+
+    def parts(self, size: int) -> Iterator[Run]:
+        """The same in runs of at most `size` tokens."""
+        for at in range(0, len(self.ids), size):
+            ids = self.ids[at : at + size]
+            logprobs = self.logprobs.part(at, at + len(ids)) if self.logprobs is not None else None
+            yield Run(self.stream, self.choice, self.start + at, ids, logprobs)
 
 
 def runs(message: Tokens) -> Iterator[Run]:

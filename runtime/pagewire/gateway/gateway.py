@@ -20,18 +20,22 @@ import structlog
 
 from pagewire.config import ServerConfig
 from pagewire.errors import (
+    Cancelled,
     Draining,
     InternalError,
     InvalidRequest,
     Overloaded,
     PagewireError,
     PromptTooLong,
+    ProtocolError,
     Unavailable,
     UnknownStream,
     UnsupportedFeature,
 )
+from pagewire.gateway.asked import asked_in
 from pagewire.gateway.client import Client, Peer
 from pagewire.gateway.columns import Run, runs
+from pagewire.gateway.continuity import Continuity
 from pagewire.gateway.pace import Pace
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire.gateway.upstream import Upstream
@@ -52,9 +56,7 @@ from pagewire_transport.messages import (
     PromptLogprobs,
     Resume,
     Stats,
-    Timings,
     Tokens,
-    Usage,
     Welcome,
 )
 
@@ -104,6 +106,7 @@ class Gateway:
         self._clients: dict[Peer, Client] = {}
         self.pace = Pace()
         self._upstream = Upstream(to_engine)
+        self._continuity = Continuity(config, self._upstream, self, self._engine_missed)
         self._preparing: dict[GatewayStream, asyncio.Task[None]] = {}
         self._touched: dict[Client, None] = {}
         self._refusing: PagewireError | None = Unavailable(
@@ -158,18 +161,28 @@ class Gateway:
             client.check_invariants()
             for number, stream in client.streams.items():
                 assert stream.number == number
-                assert stream in self._upstream or stream in self._preparing or stream.ending is not None, stream
+                assert stream.owner is client
+                self._check_is_somewhere(stream)
+        for stream in self._continuity.survivors.orphans:
+            self._check_is_somewhere(stream)
+        self._continuity.survivors.check_invariants()
         for number, stream in self._upstream:
             assert stream.upstream == number
         for stream in self._preparing:
             assert stream.upstream is None
         assert not self._touched, "somebody forgot to flush"
 
+    def _check_is_somewhere(self, stream: GatewayStream) -> None:
+        places = (stream in self._upstream, stream in self._preparing, stream in self._continuity.absence)
+        assert any(places) or stream.ending is not None, stream
+
     def engine_ready(self, engine: Welcome) -> None:
         """The engine answered, for the first time or again; streams are taken from now on."""
         self._engine = engine
         if not isinstance(self._refusing, Draining):
             self._refusing = None
+        self._continuity.engine_ready()
+        self.flush()
 
     def attach(self, client: Client) -> None:
         """Take a client that does not come through the door. From now on it is as any other, until `on_lost`."""
@@ -180,18 +193,24 @@ class Gateway:
         self._upstream.ask_stats()
 
     def engine_lost(self, error: PagewireError) -> None:
-        """The engine is gone: every stream ends with `error`, new ones are refused until another one answers.
+        """The engine is gone: streams wait for the next one, new ones are refused until it answers.
 
-        This is where streams could be handed to the next engine instead: `client.streams` has what each was promised.
+        Those that wait for too long, or saw several engines die, end with `error`.
         """
         if not isinstance(self._refusing, Draining):
             self._refusing = Unavailable("no engine serves now; one is being started", retry_after_ms=RETRY_AFTER_MS)
-        self._upstream.forget_all()
-        self._fail_all(error)
+        self._continuity.engine_lost(error)
+        self.flush()
+
+    def _engine_missed(self) -> None:
+        self._continuity.give_up_waiting()
+        self.flush()
 
     def drain(self) -> None:
-        """From now on new streams are refused; the open ones go on."""
+        """From now on new streams are refused; the open ones go on, those without a client or an engine end."""
         self._refusing = Draining("the server is shutting down", retry_after_ms=RETRY_AFTER_MS)
+        self._continuity.close()
+        self.flush()
 
     def end_draining(self) -> None:
         """The time to drain is over: streams that are still open end with `draining`."""
@@ -202,8 +221,8 @@ class Gateway:
         """End every open stream with `error`."""
         for client in self._clients.values():
             for stream in list(client.streams.values()):
-                self._fail(client, stream, error)
-        self._flush()
+                self.fail(stream, error)
+        self.flush()
 
     # ---- the door's handler -------------------------------------------------------------------------------------------
 
@@ -227,20 +246,22 @@ class Gateway:
         Raises:
             PagewireError: it is refused; the door says so.
         """
-        if isinstance(message, Resume | Pause):
+        if isinstance(message, Pause):
             raise UnsupportedFeature("is not served here", field="t")
         client = self._clients.get(connection)
         if client is None:
-            client = self._clients[connection] = Client(connection, self.pace)
+            client = self._clients[connection] = Client(connection, self.pace, self._continuity.survivors.told)
         try:
             if isinstance(message, Generate):
                 self._generate(client, message)
+            elif isinstance(message, Resume):
+                self._resume(client, message)
             elif isinstance(message, Cancel):
-                self._cancel(client, self._owned(client, message.stream))
+                self._cancel(self._owned(client, message.stream))
             else:
                 self._finish(self._owned(client, message.stream), message)
         finally:
-            self._flush()
+            self.flush()
 
     def has_stream(self, connection: Peer, stream: int) -> bool:
         client = self._clients.get(connection)
@@ -252,16 +273,13 @@ class Gateway:
             client.flush()
 
     def on_lost(self, connection: Peer, reason: PagewireError) -> None:
-        """A client is gone, or said goodbye: its streams are cancelled at once."""
+        """A client is gone: its streams are kept for a while. One that said goodbye comes not back: they are cancelled."""
         client = self._clients.pop(connection, None)
         if client is None:
             return
         if client.streams:
             _log.info("client_lost", client=connection.client, streams=len(client.streams), reason=str(reason))
-        for stream in client.streams.values():
-            self._leave_engine(stream)
-            stream.ending = refusal(reason, stream.number)  # for the state alone: nobody is there to read it
-        client.clear()
+        self._continuity.client_lost(client, reason, comes_back=not isinstance(reason, Cancelled | ProtocolError))
 
     def stats(self) -> dict[str, float]:
         """The gateway's own, now, and the engine's as it last told them (`ask_stats`)."""
@@ -269,6 +287,7 @@ class Gateway:
             **self._engine_stats,
             "gateway_connections": len(self._clients),
             "gateway_streams": self.num_streams,
+            "gateway_orphans": len(self._continuity.survivors.orphans),
             "gateway_prompts_waiting": len(self._preparing),
             "gateway_requests_total": self._num_requests,
         }
@@ -282,61 +301,75 @@ class Gateway:
         return stream
 
     def _generate(self, client: Client, message: Generate) -> None:
-        if message.stream in client.streams:
-            raise InvalidRequest(f"{message.stream} is in use on this connection", field="stream")
+        self._check_room(client, message.stream)
         if self._refusing is not None:
             raise self._refusing.with_traceback(None)  # raised again and again it would collect tracebacks
+        field = _prompt_field(message)
+        stops = message.params.stop
+        stream = GatewayStream(
+            number=message.stream,
+            owner=client,
+            choices=[Choice(self.new_text(stops, shows_text=message.echo_text)) for _ in range(message.params.n)],
+            asked=asked_in(message, field, client.share),
+            shows_text=message.echo_text,
+            resumable=message.resumable,
+        )
+        self._num_requests += 1
+        client.streams[message.stream] = stream
+        if message.prompt_ids is not None:
+            self._start(stream, message.prompt_ids)
+        else:
+            task = asyncio.create_task(self._prepare(stream, message))
+            self._preparing[stream] = task
+
+    def _check_room(self, client: Client, number: int) -> None:
+        if number in client.streams:
+            raise InvalidRequest(f"{number} is in use on this connection", field="stream")
         if len(client.streams) >= self._config.max_streams_per_connection:
             raise Overloaded(
                 f"this connection has {self._config.max_streams_per_connection} open streams, no more are allowed",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        prompt_field = _prompt_field(message)
-        self._num_requests += 1
-        stream = GatewayStream(
-            number=message.stream,
-            choices=[Choice(self._new_text(message)) for _ in range(message.params.n)],
-            shows_text=message.echo_text,
-            prompt_field=prompt_field,
-        )
-        client.streams[message.stream] = stream
-        if message.prompt_ids is not None:
-            self._start(client, stream, message, message.prompt_ids)
-        else:
-            task = asyncio.create_task(self._prepare(client, stream, message))
-            self._preparing[stream] = task
 
-    def _new_text(self, message: Generate) -> TextStream | None:
+    def _resume(self, client: Client, message: Resume) -> None:
+        self._check_room(client, message.stream)
+        if message.recall:
+            raise UnsupportedFeature("is for gateways, at an engine", field="recall")
+        if isinstance(self._refusing, Draining):
+            raise self._refusing.with_traceback(None)
+        self._continuity.resume(client, message)
+
+    def new_text(self, stops: tuple[str, ...], *, shows_text: bool) -> TextStream | None:
         """The text of one choice, or None where nobody wants it."""
-        stops = message.params.stop
         if self._text_stream is not None:
-            return self._text_stream(stops) if message.echo_text or stops else None
+            return self._text_stream(stops) if shows_text or stops else None
         if stops:
             raise UnsupportedFeature(
                 "this model has no tokenizer here, so stop strings cannot be found", field="params.stop"
             )
         return None
 
-    async def _prepare(self, client: Client, stream: GatewayStream, message: Generate) -> None:
+    async def _prepare(self, stream: GatewayStream, message: Generate) -> None:
         try:
             prompt_ids = await self._preparer.prompt_ids(message)
         except PagewireError as error:
             self._preparing.pop(stream, None)
-            self._fail(client, stream, error)
+            self.fail(stream, error)
         except Exception as error:  # noqa: BLE001  (F7: a fault of ours ends this request, never the process)
             self._preparing.pop(stream, None)
-            self._fault(client, stream, error, "preparing the prompt")
+            self._fault(stream, error, "preparing the prompt")
         else:
             if self._preparing.pop(stream, None) is not None:
-                self._start(client, stream, message, prompt_ids)
-        self._flush()
+                self._start(stream, prompt_ids)
+        self.flush()
 
-    def _start(self, client: Client, stream: GatewayStream, message: Generate, prompt_ids: bytes) -> None:
+    def _start(self, stream: GatewayStream, prompt_ids: bytes) -> None:
+        stream.prompt_ids = prompt_ids
         try:
             self._check_size(prompt_ids, stream.prompt_field)
-            self._upstream.start(client, stream, message, prompt_ids)
+            self._continuity.start(stream)
         except PagewireError as error:
-            self._fail(client, stream, error)
+            self.fail(stream, error)
 
     def _check_size(self, prompt_ids: bytes, field: str) -> None:
         """What the engine's door would refuse unread counts as an offence there, and too many of those end the one
@@ -350,26 +383,32 @@ class Gateway:
                 field=field,
             )
 
-    def _cancel(self, client: Client, stream: GatewayStream) -> None:
+    def _cancel(self, stream: GatewayStream) -> None:
         if stream.ending is not None:
             return
+        stream.is_cancelled = True
         if stream.upstream is not None:
             self._upstream.cancel(stream)
             return
-        self._leave_engine(stream)
-        for index, choice in enumerate(stream.choices):
-            choice.finished = Finished(stream=stream.number, choice=index, reason="cancelled", num_tokens=0)
-        nothing = Timings(queue_ns=0, first_token_ns=0, total_ns=0)
-        stream.ending = Done(stream=stream.number, seed=0, usage=Usage(prompt=0, completion=0), timings=nothing)
-        self._mark(client, stream)
+        self.leave_engine(stream)
+        self._continuity.end_here(stream)
 
     def _finish(self, stream: GatewayStream, message: Finish) -> None:
         """The client found a stop by itself; the engine answers with `finished`."""
-        if message.choice >= len(stream.choices):
+        if message.choice >= max(1, len(stream.choices)):
             raise InvalidRequest(f"must be below n, {len(stream.choices)}", field="choice")
+        if stream in self._continuity.absence:
+            choice = stream.choices[message.choice]
+            if choice.finished is None:
+                choice.cut(min(message.at, choice.received))
+                choice.finished = Finished(
+                    stream=stream.number, choice=message.choice, reason="stop", num_tokens=choice.received
+                )
+                self.mark(stream)
+            return
         if stream.upstream is None:
             raise InvalidRequest("the stream has no tokens yet", field="at")
-        if stream.choices[message.choice].finished is None:
+        if not stream.choices or stream.choices[message.choice].finished is None:
             self._upstream.finish(stream, message.choice, message.at)
 
     # ---- from the engine ----------------------------------------------------------------------------------------------
@@ -378,88 +417,98 @@ class Gateway:
         """Take one message of the engine, and send every client what it means for it, in one message where possible."""
         if isinstance(message, Tokens):
             for run in runs(message):
-                known = self._upstream.get(run.stream)
-                if known is not None and known[1].ending is None:
-                    self._take(*known, run)
+                stream = self._upstream.get(run.stream)
+                if stream is not None and stream.ending is None:
+                    self._take(stream, run)
         elif isinstance(message, Accepted | PromptLogprobs | Finished | Done):
-            known = self._upstream.get(message.stream)
+            stream = self._upstream.get(message.stream)
             if isinstance(message, Done):
                 self._upstream.forget(message.stream)
-            if known is not None and known[1].ending is None:
-                self._tell(*known, message)
+            if stream is not None and stream.ending is None:
+                self._tell(stream, message)
         elif isinstance(message, Error):
             self._engine_refused(message)
         elif isinstance(message, Stats):
             self._engine_stats = message.values
-        self._flush()
+        self.flush()
 
-    def _take(self, client: Client, stream: GatewayStream, run: Run) -> None:
+    def _take(self, stream: GatewayStream, run: Run) -> None:
         """Tokens of one choice: text is made of them, and a stop string ends it."""
         try:
             found_stop = stream.take(run)
+            stream.has_moved = True
         except Exception as error:  # noqa: BLE001  (F7)
-            self._fault(client, stream, error, "making text of tokens")
+            self._fault(stream, error, "making text of tokens")
             return
         if found_stop:
             self._upstream.finish(stream, run.choice, stream.choices[run.choice].received)
-        self._mark(client, stream)
+        self.mark(stream)
 
-    def _tell(
-        self, client: Client, stream: GatewayStream, message: Accepted | PromptLogprobs | Finished | Done
-    ) -> None:
-        if isinstance(message, Accepted | PromptLogprobs):
-            stream.opening.append(msgspec.structs.replace(message, stream=stream.number))
+    def _tell(self, stream: GatewayStream, message: Accepted | PromptLogprobs | Finished | Done) -> None:
+        if isinstance(message, Accepted):
+            try:
+                self._continuity.accepted(stream, message)
+            except Exception as error:  # noqa: BLE001  (F7)
+                self._fault(stream, error, "going on with a stream")
+            return
+        if isinstance(message, PromptLogprobs):
+            if stream.prompt_logprobs is None:
+                stream.prompt_logprobs = message if stream.resumable else None
+                stream.opening.append(msgspec.structs.replace(message, stream=stream.number))
         elif isinstance(message, Finished):
             try:
                 stream.end(message)
             except Exception as error:  # noqa: BLE001  (F7)
-                self._fault(client, stream, error, "ending a text")
+                self._fault(stream, error, "ending a text")
                 return
         else:
             usage = msgspec.structs.replace(message.usage, completion=stream.num_completion_tokens)
             stream.ending = msgspec.structs.replace(message, stream=stream.number, usage=usage)
-        self._mark(client, stream)
+        self.mark(stream)
 
     def _engine_refused(self, message: Error) -> None:
-        known = self._upstream.forget(message.stream)
-        if known is None:
+        stream = self._upstream.forget(message.stream)
+        if stream is None:
             if message.code == "unknown_stream":
                 return  # a `cancel` or `finish` crossed the stream's end on the way
             _log.warning("engine_error", code=message.code, message=message.message, field=message.field)
             return
-        client, stream = known
+        if self._continuity.refused(stream, message):
+            return
         if stream.ending is None:
             field = stream.prompt_field if message.field == "prompt_ids" else message.field
             stream.ending = msgspec.structs.replace(message, stream=stream.number, field=field)
-            self._mark(client, stream)
+            self.mark(stream)
 
     # ---- ends ---------------------------------------------------------------------------------------------------------
 
-    def _fail(self, client: Client, stream: GatewayStream, error: PagewireError) -> None:
+    def fail(self, stream: GatewayStream, error: PagewireError) -> None:
         """The one way out of a stream that ends with an error: the engine drops it, its client is told."""
         if stream.ending is None:
-            self._leave_engine(stream)
+            self.leave_engine(stream)
             stream.ending = refusal(error, stream.number)
-            self._mark(client, stream)
+            self.mark(stream)
 
-    def _fault(self, client: Client, stream: GatewayStream, error: Exception, doing: str) -> None:
+    def _fault(self, stream: GatewayStream, error: Exception, doing: str) -> None:
         """An exception of our own code: it ends this stream and no other (F7)."""
         _log.error("stream_failed", doing=doing, exc_info=error)
-        self._fail(client, stream, InternalError(f"{type(error).__name__} while {doing}"))
+        self.fail(stream, InternalError(f"{type(error).__name__} while {doing}"))
 
-    def _leave_engine(self, stream: GatewayStream) -> None:
+    def leave_engine(self, stream: GatewayStream) -> None:
         """Nothing more is wanted of the engine for this stream; in every state, also twice."""
         task = self._preparing.pop(stream, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
+        self._continuity.absence.remove(stream)
         if stream.ending is None:
             self._upstream.cancel(stream)
 
-    def _mark(self, client: Client, stream: GatewayStream) -> None:
-        client.mark(stream)
-        self._touched[client] = None
+    def mark(self, stream: GatewayStream) -> None:
+        """It has something to send."""
+        stream.owner.mark(stream)
+        self._touched[stream.owner] = None
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Send what is new to every client that can take it; the others are told when their connections are free."""
         touched, self._touched = self._touched, {}
         for client in touched:
@@ -468,8 +517,13 @@ class Gateway:
 
 def _prompt_field(message: Generate) -> str:
     """The one of `prompt`, `messages` and `prompt_ids` that is given, checked for emptiness (F42)."""
-    if message.replay is not None or message.on_lag != "coalesce" or message.memo or message.client:
-        raise UnsupportedFeature("is not served here", field="replay, on_lag, memo or client")
+    if message.replay is not None or message.memo:
+        field = "memo" if message.replay is None else "replay"
+        raise UnsupportedFeature("is for gateways, at an engine", field=field)
+    if message.client:
+        raise UnsupportedFeature("is for gateways, at an engine", field="client")
+    if message.on_lag != "coalesce":
+        raise UnsupportedFeature("is not served here", field="on_lag")
     given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(message, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(

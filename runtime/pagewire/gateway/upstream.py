@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from pagewire.errors import PagewireError
-from pagewire.gateway.client import Client
+from pagewire.gateway.asked import request
 from pagewire.gateway.stream import GatewayStream
-from pagewire_transport.messages import MAX_STREAM, Cancel, Finish, FromClient, Generate, GetStats
+from pagewire_transport.columns import pack
+from pagewire_transport.messages import MAX_STREAM, Cancel, Finish, FromClient, GetStats, Resume
 
 
 class Upstream:
@@ -23,51 +24,92 @@ class Upstream:
 
     def __init__(self, send: Callable[[FromClient], None]) -> None:
         self._send = send
-        self._streams: dict[int, tuple[Client, GatewayStream]] = {}
+        self._streams: dict[int, GatewayStream] = {}
         self._numbers = itertools.cycle(range(1, MAX_STREAM + 1))
 
     def __len__(self) -> int:
         return len(self._streams)
 
     def __iter__(self) -> Iterator[tuple[int, GatewayStream]]:
-        return ((number, stream) for number, (_, stream) in self._streams.items())
+        return iter(self._streams.items())
 
     def __contains__(self, stream: GatewayStream) -> bool:
         return stream.upstream is not None and stream.upstream in self._streams
 
-    def start(self, client: Client, stream: GatewayStream, asked: Generate, prompt_ids: bytes) -> None:
-        """Give the stream a number and ask the engine for it, without what is the gateway's to do.
+    def start(self, stream: GatewayStream) -> None:
+        """Give the stream a number and ask the engine for it; for the rest of it, where another engine began it.
 
         Raises:
             PagewireError: the link does not take it.
         """
-        number = next(number for number in self._numbers if number not in self._streams)
+        assert stream.asked is not None
+        number = self._free_number()
         self._send(
-            Generate(
-                stream=number,
-                prompt_ids=prompt_ids,
-                params=msgspec.structs.replace(asked.params, stop=()),
-                priority=asked.priority,
-                ttft_ms=asked.ttft_ms,
-                itl_ms=asked.itl_ms,
-                deadline_ms=asked.deadline_ms,
-                namespace=asked.namespace,
-                client=asked.namespace or client.share,
+            request(
+                stream.asked,
+                number,
+                stream.prompt_ids,
+                resumable=stream.resumable,
+                accepted=stream.accepted,
+                output_ids=tuple(choice.ids.tobytes() for choice in stream.choices),
+                has_prompt_logprobs=stream.prompt_logprobs is not None,
             )
         )
-        stream.upstream = number
-        self._streams[number] = (client, stream)
+        self._add(number, stream)
 
-    def get(self, number: int) -> tuple[Client, GatewayStream] | None:
-        """Whose stream this is. None: ended, or never ours."""
+    def resume(self, stream: GatewayStream) -> None:
+        """Ask the engine for a stream that it may still have.
+
+        Raises:
+            PagewireError: the link does not take it.
+        """
+        assert stream.accepted is not None
+        number = self._free_number()
+        self._send(
+            Resume(
+                stream=number,
+                request_id=stream.accepted.request_id,
+                resume_key=stream.accepted.resume_key,
+                received=pack("I", [choice.received for choice in stream.choices]),
+            )
+        )
+        self._add(number, stream)
+
+    def recall(self, stream: GatewayStream, message: Resume) -> None:
+        """Ask the engine for a stream that another gateway began.
+
+        Raises:
+            PagewireError: the link does not take it.
+        """
+        number = self._free_number()
+        self._send(msgspec.structs.replace(message, stream=number, recall=True))
+        self._add(number, stream)
+
+    def _free_number(self) -> int:
+        return next(number for number in self._numbers if number not in self._streams)
+
+    def _add(self, number: int, stream: GatewayStream) -> None:
+        stream.upstream = number
+        self._streams[number] = stream
+
+    def get(self, number: int) -> GatewayStream | None:
+        """The stream. None: ended, or never ours."""
         return self._streams.get(number)
 
-    def forget(self, number: int | None) -> tuple[Client, GatewayStream] | None:
+    def forget(self, number: int | None) -> GatewayStream | None:
         """The engine said its last word about the stream; it, if it was known."""
         return self._streams.pop(number, None) if number is not None else None
 
+    def release(self, stream: GatewayStream) -> None:
+        """Whatever the engine says about it is not wanted; somebody else may go on with it there."""
+        if stream.upstream is not None:
+            self._streams.pop(stream.upstream, None)
+            stream.upstream = None
+
     def forget_all(self) -> None:
         """The engine is gone."""
+        for stream in self._streams.values():
+            stream.upstream = None
         self._streams.clear()
 
     def cancel(self, stream: GatewayStream) -> None:

@@ -99,6 +99,7 @@ class Completions:
             itl_ms=body.itl_ms,
             deadline_ms=body.deadline_ms,
             namespace=caller.namespace,
+            resumable=False,
         )
         length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         stream = parameters.check_stream(body)
@@ -127,6 +128,7 @@ class Completions:
                 itl_ms=body.itl_ms,
                 deadline_ms=body.deadline_ms,
                 namespace=caller.namespace,
+                resumable=False,
             )
             for i, prompt in enumerate(prompts)
         ]

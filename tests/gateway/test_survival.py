@@ -1,0 +1,438 @@
+"""Streams through the gateway, whatever is lost: client, engine, link, gateway. Every token once, and the same text."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.gateway.bench import WELCOME, Bench, ids_of, tokens
+
+from pagewire.errors import Cancelled, EngineLost
+from pagewire_transport.messages import (
+    Accepted,
+    Cancel,
+    Done,
+    Error,
+    Finish,
+    Finished,
+    Generate,
+    Resume,
+    Timings,
+    Tokens,
+    Usage,
+)
+from pagewire_transport.params import SamplingParams
+
+TEXT = "Ein Bär – größer als du –, STOPpt. 猫も歩く。 STO no STOP. "
+LENGTH = 60
+
+
+def token(seed: int, index: int) -> int:
+    data = TEXT.encode()
+    return data[(seed * 7 + index) % len(data)]
+
+
+@dataclass
+class Asked:
+    """A request as the simulated engine has it."""
+
+    message: Generate
+    request_id: str
+    key: str
+    outputs: list[list[int]]
+    ends: list[tuple[str, int] | None]
+
+
+@dataclass
+class Engine:
+    """Generates `token` for whoever asks; forgets nothing until it dies."""
+
+    bench: Bench
+    asked: dict[str, Asked] = field(default_factory=dict)
+    open: dict[int, tuple[Asked, list[int]]] = field(default_factory=dict)
+    number: int = 0
+    taken: int = 0
+
+    def obey(self):
+        while self.taken < len(self.bench.engine):
+            message = self.bench.engine[self.taken]
+            self.taken += 1
+            if isinstance(message, Generate):
+                self.begin(message)
+            elif isinstance(message, Resume):
+                self.resume(message)
+            elif isinstance(message, Cancel | Finish) and message.stream in self.open:
+                asked, _ = self.open[message.stream]
+                if isinstance(message, Cancel):
+                    asked.ends = [
+                        end or ("cancelled", len(o)) for end, o in zip(asked.ends, asked.outputs, strict=True)
+                    ]
+                elif asked.ends[message.choice] is None:
+                    asked.ends[message.choice] = ("stop", message.at)
+                    del asked.outputs[message.choice][message.at :]
+        self.tell()
+
+    def begin(self, message):
+        self.number += 1
+        n, replay = message.params.n, message.replay
+        outputs = [array("I", o).tolist() for o in replay.output_ids] if replay else [[] for _ in range(n)]
+        for choice, output in enumerate(outputs):
+            assert output == [token(message.params.seed + choice, i) for i in range(len(output))]
+        asked = Asked(
+            message,
+            replay.request_id if replay else f"{id(self)}-{self.number}",
+            replay.resume_key if replay else f"key{self.number}",
+            outputs,
+            [None] * n,
+        )
+        self.asked[asked.request_id] = asked
+        self.open[message.stream] = (asked, [len(output) for output in outputs])
+        self.accept(message.stream, asked)
+
+    def resume(self, message):
+        asked = self.asked.get(message.request_id)
+        if asked is None or asked.key != message.resume_key:
+            self.bench.from_engine(
+                Error(code="unknown_stream", message="no", field="request_id", stream=message.stream)
+            )
+            return
+        for number, (other, _) in list(self.open.items()):
+            if other is asked:
+                del self.open[number]
+                self.bench.from_engine(Error(code="taken_over", message="taken", stream=number))
+        received = array("I", message.received).tolist() or [0] * asked.message.params.n
+        assert all(r <= len(o) for r, o in zip(received, asked.outputs, strict=True))
+        self.open[message.stream] = (asked, received)
+        more = {}
+        if message.recall:
+            more = {
+                "prompt_ids": asked.message.prompt_ids,
+                "memo": asked.message.memo,
+                "output_ids": tuple(array("I", o[:r]).tobytes() for o, r in zip(asked.outputs, received, strict=True)),
+            }
+        self.accept(message.stream, asked, **more)
+
+    def accept(self, number, asked, **more):
+        self.bench.from_engine(
+            Accepted(
+                stream=number,
+                request_id=asked.request_id,
+                seed=asked.message.params.seed,
+                num_prompt_tokens=len(asked.message.prompt_ids) // 4,
+                max_tokens=LENGTH,
+                resume_key=asked.key if asked.message.resumable else "",
+                **more,
+            )
+        )
+
+    def step(self, count):
+        for asked in self.asked.values():
+            for choice, output in enumerate(asked.outputs):
+                for _ in range(count):
+                    if asked.ends[choice] is None:
+                        output.append(token(asked.message.params.seed + choice, len(output)))
+                        if len(output) == LENGTH:
+                            asked.ends[choice] = ("length", LENGTH)
+        self.tell()
+        self.obey()
+
+    def tell(self):
+        for number, (asked, sent) in list(self.open.items()):
+            for choice, output in enumerate(asked.outputs):
+                if sent[choice] < len(output):
+                    start, sent[choice] = sent[choice], len(output)
+                    self.bench.from_engine(tokens((number, choice, start, output[start:])))
+            if all(asked.ends) and self.open.pop(number, None) is not None:
+                for choice, (reason, num) in enumerate(asked.ends):
+                    self.bench.from_engine(Finished(stream=number, choice=choice, reason=reason, num_tokens=num))
+                usage = Usage(prompt=len(asked.message.prompt_ids) // 4, completion=sum(map(len, asked.outputs)))
+                timings = Timings(queue_ns=0, first_token_ns=0, total_ns=0)
+                self.bench.from_engine(Done(stream=number, seed=5, usage=usage, timings=timings))
+
+    def lose(self, *, dies):
+        """The gateway loses it, and is connected to it, or to another one, at once."""
+        self.open.clear()
+        if dies:
+            self.asked.clear()
+        self.bench.gateway.engine_lost(EngineLost("gone"))
+        self.bench.gateway.check_invariants()
+
+    def come_back(self):
+        self.bench.gateway.engine_ready(WELCOME)
+        self.bench.gateway.check_invariants()
+        self.obey()
+
+
+@dataclass
+class Reader:
+    """A client: what it has of its stream, over whatever connections."""
+
+    n: int
+    ids: list[list[int]]
+    texts: list[str]
+    peer: str = "p0"
+    seen: int = 0
+    number: int = 1
+    accepted: Accepted | None = None
+    ends: dict[int, Finished] = field(default_factory=dict)
+    done: Done | None = None
+    error: Error | None = None
+
+    def read(self, bench, unread=0):
+        """Take what came, but for the last `unread` messages, which are lost."""
+        sent = bench.connections[self.peer].sent
+        for message in sent[self.seen : max(self.seen, len(sent) - unread)]:
+            self.seen += 1
+            if isinstance(message, Accepted):
+                assert self.accepted is None or message.request_id == self.accepted.request_id
+                self.accepted = message
+            elif isinstance(message, Tokens):
+                self.take(message)
+            elif isinstance(message, Finished):
+                assert message.num_tokens == len(self.ids[message.choice])
+                if message.choice not in self.ends:
+                    self.ends[message.choice] = message
+                    self.texts[message.choice] += message.text
+                assert self.ends[message.choice].num_tokens == message.num_tokens
+            elif isinstance(message, Done):
+                self.done = message
+            else:
+                self.error = message
+
+    def take(self, message):
+        columns = [array("I", column) for column in (message.streams, message.starts, message.ids)]
+        counts = array("H", message.counts) if message.counts else [1] * len(columns[0])
+        choices = array("H", message.choices) if message.choices else [0] * len(columns[0])
+        at = 0
+        for entry, count in enumerate(counts):
+            mine = self.ids[choices[entry]]
+            assert columns[0][entry] == self.number
+            assert columns[1][entry] == len(mine), "lost or doubled"
+            mine += columns[2][at : at + count]
+            at += count
+            if message.texts:
+                self.texts[choices[entry]] += message.texts[entry]
+
+    def resume(self, bench):
+        self.peer = f"p{int(self.peer[1:]) + 1}"
+        self.seen, self.number, self.error = 0, self.number + 3, None
+        bench.client(
+            self.peer,
+            Resume(
+                stream=self.number,
+                request_id=self.accepted.request_id,
+                resume_key=self.accepted.resume_key,
+                received=array("I", [len(ids) for ids in self.ids]).tobytes(),
+            ),
+        )
+
+
+class World:
+    """One stream, its client, gateway and engine."""
+
+    def __init__(self, n=1, stop=(), seed=3):
+        self.bench = Bench()
+        self.engine = Engine(self.bench)
+        self.reader = Reader(n, [[] for _ in range(n)], [""] * n)
+        params = SamplingParams(n=n, stop=stop, seed=seed)
+        self.bench.client("p0", Generate(stream=1, prompt_ids=array("I", ids_of("hi")).tobytes(), params=params))
+        self.engine.obey()
+
+    def replace_gateway(self):
+        old, self.bench = self.bench, Bench()
+        old.preparation.close()
+        self.engine.bench, self.engine.taken = self.bench, 0
+        self.engine.open.clear()
+
+    async def finish(self):
+        for _ in range(2 * LENGTH):
+            self.engine.step(3)
+            await asyncio.sleep(0)
+            self.reader.read(self.bench)
+            if self.reader.done is not None or self.reader.error is not None:
+                break
+        self.bench.preparation.close()
+        assert self.reader.error is None, self.reader.error
+        assert self.reader.done is not None
+        return [
+            (ids, text, self.reader.ends[i].reason)
+            for i, (ids, text) in enumerate(zip(self.reader.ids, self.reader.texts, strict=True))
+        ]
+
+
+MOVES = st.lists(
+    st.tuples(
+        st.integers(0, 9),
+        st.integers(0, 3),
+        st.sampled_from(
+            ["client", "client seems alive", "engine", "link", "gateway", "engine, then client", "nothing"]
+        ),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=MOVES,
+    n=st.integers(1, 3),
+    stop=st.sampled_from([(), ("STOP",), ("größer als", "no S")]),
+    seed=st.integers(0, 9),
+)
+def test_whatever_is_lost_the_client_gets_every_token_once_and_the_same_text(moves, n, stop, seed):
+    async def run(moves):
+        world = World(n, stop, seed)
+        reader, engine = world.reader, world.engine
+        reader.read(world.bench)
+        for count, unread, lost in moves:
+            engine.step(max(1, count))  # a stream under which engines die before it has a token ends
+            if reader.done is not None:
+                break  # it has all and asks for nothing
+            if lost in ("engine", "link"):
+                engine.lose(dies=lost == "engine")
+                engine.come_back()
+                continue
+            if lost == "engine, then client":
+                engine.lose(dies=True)
+            if lost == "gateway":
+                reader.read(world.bench, unread)
+                world.replace_gateway()
+            elif lost != "nothing":
+                reader.read(world.bench, unread)
+                if lost != "client seems alive":
+                    world.bench.lose(reader.peer)
+            if lost != "nothing":
+                reader.resume(world.bench)
+            if lost == "engine, then client":
+                engine.come_back()
+            engine.obey()
+        return await world.finish()
+
+    assert asyncio.run(run(moves)) == asyncio.run(run([]))
+
+
+async def test_prompts_that_are_prepared_while_the_engine_is_away_wait_for_it(make_bench):
+    bench = make_bench()
+    bench.client("a", Generate(stream=7, prompt="hi"))
+    bench.gateway.engine_lost(EngineLost("gone"))
+    await bench.settle()
+    assert bench.engine == []
+    bench.gateway.engine_ready(WELCOME)
+    assert [type(m) for m in bench.engine] == [Generate]
+
+
+async def test_no_engine_in_time_is_told(make_bench):
+    bench = make_bench(server={"replay_timeout_ms": 30})
+    bench.start()
+    bench.gateway.engine_lost(EngineLost("gone"))
+    bench.gateway.engine_lost(EngineLost("still gone"))  # looking for it in vain is no new beginning
+    assert bench.of(Error) == []
+    await asyncio.sleep(0.06)
+    assert [m.code for m in bench.of(Error)] == ["engine_lost"]
+    bench.gateway.check_invariants()
+    assert bench.gateway.num_streams == 0
+
+
+async def test_what_kills_every_engine_is_found_out_and_its_neighbours_live_on(bench, monkeypatch):
+    monkeypatch.setattr("pagewire.gateway.continuity._QUARANTINE_S", 0.02)
+    engine = Engine(bench)
+    for peer in ("killer", "good"):
+        bench.client(peer, Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
+    engine.obey()
+    asked = list(engine.asked.values())
+    engine.asked.pop(asked[0].request_id)  # it never gets a token
+    engine.step(2)
+    for num_told in (0, 1):
+        engine.lose(dies=True)
+        assert len(bench.of(Error, "killer")) == num_told
+        begun = len(bench.engine)
+        engine.come_back()
+        (first,) = [m.request_id for m in bench.engine[begun:] if isinstance(m, Resume)]
+        assert first == asked[1].request_id, "whatever had no token yet comes later"
+        engine.step(2)
+        await asyncio.sleep(0.05)
+        engine.obey()
+        engine.asked.pop(asked[0].request_id, None)
+    assert [m.code for m in bench.of(Error, "killer")] == ["engine_lost"]
+    for _ in range(LENGTH):
+        engine.step(1)
+    assert bench.of(Error, "good") == []
+    assert bench.of(Done, "good")
+
+
+async def test_a_stream_that_waits_can_be_cancelled_and_cut(bench):
+    for stream in (1, 2):
+        number = bench.start(stream=stream)
+        bench.from_engine(tokens((number, 0, 0, ids_of("abc"))))
+    bench.gateway.engine_lost(EngineLost("gone"))
+    bench.client("a", Cancel(stream=1))
+    bench.client("a", Finish(stream=2, at=2))
+    assert [(m.stream, m.reason, m.num_tokens) for m in bench.of(Finished)] == [(1, "cancelled", 3), (2, "stop", 2)]
+    bench.gateway.engine_ready(WELCOME)
+    assert [(m.stream, m.usage.completion) for m in bench.of(Done)] == [(1, 3), (2, 2)]
+    assert len(bench.gateway._upstream) == 0
+
+
+async def test_one_that_does_not_come_back_is_cancelled_and_one_that_says_goodbye_at_once(make_bench):
+    bench = make_bench(server={"resume_grace_ms": 40})
+    engine = Engine(bench)
+    for peer, reason in (("a", None), ("b", Cancelled("goodbye"))):
+        bench.client(peer, Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
+        engine.obey()
+        if reason is None:
+            bench.lose(peer)
+        else:
+            bench.gateway.on_lost(bench.connections[peer], reason)
+    assert len(bench.to_engine(Cancel)) == 1
+    assert len(bench.gateway._continuity.survivors.orphans) == 1
+    await asyncio.sleep(0.1)
+    assert len(bench.to_engine(Cancel)) == 2
+    assert not bench.gateway._continuity.survivors.orphans
+    engine.obey()
+    assert len(bench.gateway._upstream) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "field"),
+    [
+        ({"resume_key": "other"}, "unknown_stream", "request_id"),
+        ({"received": b"\xff\0\0\0"}, "invalid_request", "received"),
+        ({"received": b"123"}, "invalid_request", "received"),
+        ({"recall": True}, "unsupported", "recall"),
+    ],
+)
+async def test_a_resume_that_cannot_be_is_refused_by_name(bench, change, code, field):
+    engine = Engine(bench)
+    bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
+    engine.obey()
+    accepted = bench.of(Accepted)[0]
+    asked = {"request_id": accepted.request_id, "resume_key": accepted.resume_key} | change
+    bench.client("b", Resume(stream=4, **asked))
+    engine.obey()
+    assert [(m.code, m.field, m.stream) for m in bench.of(Error, "b")] == [(code, field, 4)]
+    assert bench.of(Error, "a") == []
+
+
+async def test_a_stream_that_was_begun_at_the_engine_is_not_the_gateways(bench):
+    engine = Engine(bench)
+    engine.begin(Generate(stream=999, prompt_ids=b"abcd", params=SamplingParams(seed=1), memo=b"junk"))
+    (asked,) = engine.asked.values()
+    bench.client("b", Resume(stream=4, request_id=asked.request_id, resume_key=asked.key))
+    engine.obey()
+    assert [m.code for m in bench.of(Error, "b")] == ["protocol"]
+    assert len(bench.gateway._upstream) == 0
+
+
+@pytest.mark.parametrize("field", ["memo", "replay"])
+async def test_what_is_for_gateways_is_refused_of_clients(bench, field):
+    value = {"memo": b"x", "replay": {"request_id": "x", "resume_key": "y", "output_ids": ()}}[field]
+    if field == "replay":
+        from pagewire_transport.messages import Replay
+
+        value = Replay(**value)
+    bench.client("a", Generate(stream=1, prompt_ids=b"abcd", **{field: value}))
+    assert [(m.code, m.field) for m in bench.of(Error)] == [("unsupported", field)]
