@@ -360,7 +360,7 @@ async def test_a_server_that_lets_nobody_in():
 
 async def test_a_silent_server_ends_all_streams_and_is_used_again_when_it_speaks():
     async with opened() as (door, handler):
-        async with connect(door.url) as client:  # heartbeat 100 ms, timeout 1 s
+        async with connect(door.url, resume_timeout_s=0) as client:  # heartbeat 100 ms, timeout 1 s
             streams = [client.generate("x") for _ in range(3)]
             await until(lambda: len(handler.messages) == 3)
             door._socket._loop.remove_reader(door._socket._socket.fileno())  # it hears and says nothing
@@ -379,7 +379,7 @@ async def test_a_silent_server_ends_all_streams_and_is_used_again_when_it_speaks
 
 
 async def test_a_connection_that_the_server_forgot():
-    async with opened() as (door, handler), connect(door.url) as client:
+    async with opened() as (door, handler), connect(door.url, resume_timeout_s=0) as client:
         stream = client.generate("x")
         await until(lambda: handler.messages)
         door._lose(door.connections[0], Draining("forgotten"))
@@ -391,7 +391,7 @@ async def test_a_connection_that_the_server_forgot():
 
 async def test_a_request_behind_a_hello_that_is_refused_fares_as_that():
     """A server that restarts lets nobody in yet: its reason is told, not that this connection is unknown."""
-    async with opened() as (door, handler), connect(door.url) as client:
+    async with opened() as (door, handler), connect(door.url, resume_timeout_s=0) as client:
         stream = client.generate("x")
         await until(lambda: handler.messages)
         handler.shut = Unavailable("the engine restarts", retry_after_ms=100)

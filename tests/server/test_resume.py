@@ -51,6 +51,31 @@ async def begin(server, peer, stream=1, **params):
     return accepted
 
 
+async def orphaned(server):
+    """Until what is sent finds nobody."""
+    await until(lambda: server._survivors.num_orphans or not server.core.live or server.core.step())
+
+
+async def read_until(peer, is_last):
+    """Messages up to the first for which `is_last` is true."""
+    messages = [await peer.read(10)]
+    while not is_last(messages[-1]):
+        messages.append(await peer.read(10))
+    return messages
+
+
+async def read_tokens(peer, num, stream=1):
+    """Messages until `num` tokens of the stream came."""
+    messages = []
+    while len(ids_of(messages, stream)[1]) < num:
+        messages.append(await peer.read(10))
+    return messages
+
+
+def is_done(message):
+    return isinstance(message, Done)
+
+
 def resume(accepted, received=(), stream=1, **fields):
     return Resume(
         stream=stream,
@@ -68,19 +93,18 @@ async def test_a_lost_client_goes_on_over_another_connection():
             accepted = await begin(server, first, seed=5, max_tokens=10)
             for _ in range(4):
                 server.core.step()
-            assert ids_of(await first.read_all()) == (0, tokens(5, 4))
-        await asyncio.sleep(0.02)
-        server.core.step(2)  # finds nobody, and goes on
-        await until(lambda: server._survivors.num_orphans)
+            assert ids_of(await read_tokens(first, 4)) == (0, tokens(5, 4))
+        await orphaned(server)
+        server.core.step(6 - next(iter(server.core.live.values())).num_output)
         assert server.core.live
         with RawPeer(server.endpoint) as second:
             await second.hello()
             second.send(resume(accepted, [3], stream=9))
             again = await second.read()
             assert again == Accepted(**{f: getattr(accepted, f) for f in accepted.__struct_fields__} | {"stream": 9})
-            assert ids_of(await second.read_all(), 9) == (3, tokens(5, 3, 3))
+            assert ids_of(await read_tokens(second, 3, 9), 9) == (3, tokens(5, 3, 3))
             server.core.step(4)
-            messages = await second.read_all()
+            messages = await read_until(second, is_done)
             assert ids_of(messages, 9) == (6, tokens(5, 4, 6))
             assert [type(m) for m in messages] == [Tokens, Finished, Done]
             assert messages[-1].usage.completion == 10
@@ -100,7 +124,7 @@ async def test_a_resume_takes_the_stream_from_a_connection_that_seems_alive():
             assert isinstance(told, Error)
             assert (told.code, told.stream) == ("taken_over", 1)
             server.core.step(8)
-            assert ids_of(await second.read_all()) == (0, tokens(5, 10))
+            assert ids_of(await read_until(second, is_done)) == (0, tokens(5, 10))
             assert await first.read_all() == []
             first.send(Cancel(stream=1))  # not its any more
             assert (await first.read()).code == "unknown_stream"
@@ -125,9 +149,7 @@ async def test_a_refusal_does_not_tell_what_is_wrong(wrong):
                 await until(lambda: not server.core.live)
             else:
                 first.close()
-                await asyncio.sleep(0.02)
-                server.core.step()
-                await until(lambda: server._survivors.num_orphans)
+                await orphaned(server)
                 if wrong == "expired":
                     await until(lambda: not server.core.live)
                 else:
@@ -146,17 +168,16 @@ async def test_what_was_told_and_perhaps_lost_is_told_again():
             await first.hello()
             accepted = await begin(server, first, seed=5, max_tokens=3, n=2)
             server.core.step(3)
-            assert isinstance((await first.read_all())[-1], Done)
+            await read_until(first, is_done)
         with RawPeer(server.endpoint) as second:
             await second.hello()
             for _ in range(2):
                 second.send(resume(accepted, [3, 1]))
-                messages = await second.read_all()
+                messages = await read_until(second, is_done)
                 assert [type(m) for m in messages] == [Accepted, Tokens, Finished, Finished, Done]
                 assert ids_of(messages, choice=1) == (1, tokens(6, 2, 1))
             second.send(Goodbye())
-            await asyncio.sleep(0.02)
-            assert accepted.request_id not in server._survivors
+            await until(lambda: accepted.request_id not in server._survivors)
 
 
 @pytest.mark.parametrize("received", [[11], [0, 0], b"\0"])
@@ -172,7 +193,7 @@ async def test_what_cannot_be_received_is_refused_and_harms_nobody(received):
             told = await peer.read()
             assert (told.code, told.field, told.stream) == ("invalid_request", "received", 2)
             server.core.step(10)
-            assert ids_of(await peer.read_all()) == (10, tokens(5, 10, 10))
+            assert ids_of(await read_until(peer, is_done)) == (10, tokens(5, 10, 10))
 
 
 async def test_log_probabilities_are_served_again_with_their_tokens():
@@ -183,17 +204,18 @@ async def test_log_probabilities_are_served_again_with_their_tokens():
             accepted = await begin(server, first, seed=5, max_tokens=6, logprobs=2, prompt_logprobs=0)
             for _ in range(4):
                 server.core.step()
-            await first.read_all()
+            await read_tokens(first, 4)
             second.send(resume(accepted, [1]))
+            assert isinstance(await second.read(10), Accepted)
             for _ in range(2):
                 server.core.step()
-            messages = await second.read_all()
+            messages = await read_until(second, is_done)
             assert not any(isinstance(m, PromptLogprobs) for m in messages)  # whoever has a token has these
             assert ids_of(messages) == (1, tokens(5, 5, 1))
             columns = [m.logprobs for m in messages if isinstance(m, Tokens)]
             assert [v for c in columns for v in unpack("f", c.chosen)] == [logprob(5, i) for i in range(1, 6)]
             first.send(resume(accepted, [0], stream=7))
-            assert any(isinstance(m, PromptLogprobs) for m in await first.read_all())
+            assert any(isinstance(m, PromptLogprobs) for m in await read_until(first, is_done))
 
 
 async def test_a_recall_gives_back_what_a_gateway_needs():
@@ -230,7 +252,7 @@ async def test_a_replay_goes_on_where_another_engine_was():
             assert (accepted.request_id, accepted.resume_key) == ("elsewhere-1", "a" * 32)
             server.core.step(2)
             server.core.step(3)
-            messages = await peer.read_all()
+            messages = await read_until(peer, is_done)
             assert ids_of(messages) == (3, tokens(5, 2, 3))
             assert ids_of(messages, choice=1) == (0, tokens(6, 5))
             assert messages[-1].usage.completion == 10
@@ -269,9 +291,7 @@ async def test_streams_kept_are_bounded():
         with RawPeer(server.endpoint) as peer:
             await peer.hello()
             accepted = [await begin(server, peer, i, seed=i, max_tokens=100) for i in range(6)]
-        await asyncio.sleep(0.02)
-        server.core.step()
-        await until(lambda: server._survivors.num_orphans)
+        await orphaned(server)
         assert server._survivors.num_orphans == len(server.core.live) == 3
         assert all((a.request_id in server._survivors) == (i >= 3) for i, a in enumerate(accepted))
 
@@ -282,9 +302,7 @@ async def test_who_wants_nothing_kept_has_nothing_kept():
             await peer.hello()
             peer.send(Generate(stream=1, prompt_ids=pack("I", [1]), resumable=False))
             assert (await peer.read()).resume_key == ""
-        await asyncio.sleep(0.02)
-        server.core.step()
-        await until(lambda: not server.core.live)
+        await until(lambda: server.core.step() or not server.core.live)
     async with serve(resume_grace_ms=0) as server:
         with RawPeer(server.endpoint) as peer:
             await peer.hello()

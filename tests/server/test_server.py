@@ -420,7 +420,7 @@ async def test_a_restarted_server_is_noticed_and_used():
     core = FakeCore()
     async with serve(core) as server:
         url = server.endpoint
-        async with connect(url) as client:
+        async with connect(url, resume_timeout_s=0.1) as client:
             lost = client.generate([1], max_tokens=100)
             await until(lambda: core.live)
             await server.close()

@@ -14,6 +14,7 @@ from typing import Any, Final
 from pagewire_client.arguments import chat_source, prompt_size, prompt_source, sampling_params, wishes
 from pagewire_client.columns import runs, token_logprobs
 from pagewire_client.questions import Questions, listed
+from pagewire_client.resumer import RESUME_S, Resumer, packed_counts
 from pagewire_client.state import StreamState
 from pagewire_client.stream import Stream
 from pagewire_transport.codec import convert
@@ -46,6 +47,7 @@ from pagewire_transport.messages import (
     GetStats,
     Load,
     PromptLogprobs,
+    Resume,
     Stats,
     Tokens,
     Welcome,
@@ -65,6 +67,7 @@ async def connect(
     url: str | None = None,
     *,
     timeout_s: float | None = None,
+    resume_timeout_s: float = RESUME_S,
     name: str = "pagewire-python",
     server_key: str | None = None,
     key_file: str | PathLike[str] | None = None,
@@ -76,6 +79,7 @@ async def connect(
         timeout_s: how long to wait for the server's welcome, also for a server at `url` that comes later, or refuses
             because it is still starting. None: 10 s for one that is there, no time for one whose ipc socket is missing or
             dead, or that refuses.
+        resume_timeout_s: how long streams whose connection broke wait to be resumed; 0: they fail at once.
         name: free text for the server's logs.
         server_key: the public key of a server that asks for keys; needs `key_file`.
         key_file: our own keys, made by `pagewire keys curve new`.
@@ -91,7 +95,7 @@ async def connect(
         url = find_url()
     if timeout_s is None and is_refused(url):
         raise ConnectionLost(f"no server answers at {url}: is it running?")
-    client = Client(url, name=name, curve=curve)
+    client = Client(url, name=name, resume_timeout_s=resume_timeout_s, curve=curve)
     try:
         await client.wait_ready(_WELCOME_S if timeout_s is None else timeout_s, is_patient=timeout_s is not None)
         yield client
@@ -111,17 +115,33 @@ def _curve(server_key: str | None, key_file: str | PathLike[str] | None) -> Clie
 class Client:
     """Made on a running loop and used there; see `connect`.
 
-    When the connection breaks, every open stream fails with `ConnectionLost`, and a new connection is made: streams
-    started from then on go over that one.
+    When the connection breaks, a new one is made, and the open streams go on over it where they were: no token is lost,
+    none comes twice. A stream fails with `ConnectionLost` where that takes longer than `resume_timeout_s`, and with
+    `UnknownStream` where the server does not have it any more. Other requests are not repeated.
     """
 
-    def __init__(self, url: str, *, name: str = "pagewire-python", curve: ClientCurve | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "pagewire-python",
+        resume_timeout_s: float = RESUME_S,
+        curve: ClientCurve | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._streams: dict[int, StreamState] = {}
         self._numbers = itertools.cycle(range(1, MAX_STREAM + 1))
         self._questions = Questions(self._ask)
         self._info: Welcome | None = None
-        self._link = Link(url, client=name, on_message=self._on_message, on_lost=self._on_lost, curve=curve)
+        self._resumer = Resumer(self._loop, self._streams, resume_timeout_s, self._ask)
+        self._link = Link(
+            url,
+            client=name,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            on_welcome=self._on_welcome,
+            curve=curve,
+        )
 
     @property
     def url(self) -> str:
@@ -153,6 +173,7 @@ class Client:
 
     async def close(self) -> None:
         """Say goodbye: the server cancels what is open. Idempotent."""
+        self._resumer.close()
         self._fail_all(ConnectionLost("the client was closed"))
         await self._link.close()
 
@@ -211,6 +232,29 @@ class Client:
         source = chat_source(messages, template_kwargs)
         return self._start(source, params, priority=priority, namespace=namespace, echo_text=echo_text)
 
+    def resume(self, request_id: str, resume_key: str, *, received: Sequence[int] = (0,)) -> Stream:
+        """Go on with a stream that another client began, perhaps one of a process that crashed.
+
+        Its chunks, and its result, hold what comes from now on.
+
+        Args:
+            request_id: of the stream.
+            resume_key: likewise.
+            received: how many tokens of each choice are there already; the text goes on after theirs.
+
+        Raises:
+            InvalidRequest: an argument is none that can be sent.
+            ConnectionLost, Overloaded: it cannot be sent.
+        """
+        counts = list(received)
+        fields = {"request_id": request_id, "resume_key": resume_key, "received": packed_counts(counts)}
+        number = self._free_number()
+        message = convert({"t": "resume", "stream": number, **fields}, Resume)
+        state = StreamState(number, len(counts), time.monotonic_ns(), self._send_about, has_logprobs=False)
+        for choice, count in zip(state.choices, counts, strict=True):
+            choice.first = count
+        return self._begin(state, message)
+
     async def stats(self, timeout_s: float = 5.0) -> dict[str, float]:
         """Counters and gauges of the server.
 
@@ -247,7 +291,7 @@ class Client:
     def _start(self, source: dict[str, Any], params: dict[str, Any], **rest: Any) -> Stream:
         asked, params = wishes(params)
         checked = sampling_params(params)
-        number = next(number for number in self._numbers if number not in self._streams)
+        number = self._free_number()
         message = convert({"t": "generate", "stream": number, "params": checked, **source, **asked, **rest}, Generate)
         self._check_size(message)
         state = StreamState(
@@ -257,8 +301,15 @@ class Client:
             self._send_about,
             has_logprobs=checked.logprobs is not None,
         )
+        return self._begin(state, message)
+
+    def _free_number(self) -> int:
+        return next(number for number in self._numbers if number not in self._streams)
+
+    def _begin(self, state: StreamState, message: Generate | Resume) -> Stream:
         self._link.send(message)
-        self._streams[number] = state
+        state.request = message
+        self._streams[state.number] = state
         return Stream(state, self._loop)
 
     def _check_size(self, message: Generate) -> None:
@@ -302,7 +353,7 @@ class Client:
 
     def _tell(self, state: StreamState, message: Accepted | PromptLogprobs | Finished | Done, now_ns: int) -> None:
         if isinstance(message, Accepted):
-            state.accepted = message
+            state.accepted, state.request, state.until = message, None, None
         elif isinstance(message, PromptLogprobs):
             num = len(message.chosen) // 4
             state.prompt_logprobs = list(
@@ -336,7 +387,10 @@ class Client:
             predicted_ttft_ms=message.predicted_ttft_ms,
         )
         if message.stream is not None:
-            state = self._streams.pop(message.stream, None)
+            state = self._streams.get(message.stream)
+            if state is not None and self._resumer.tries_again(state, error):
+                return
+            self._streams.pop(message.stream, None)
             if state is not None:
                 if error.field is not None and error.field.startswith("params."):
                     error.field = error.field.removeprefix("params.")  # as the caller wrote it
@@ -353,10 +407,16 @@ class Client:
         state.fail(error)
 
     def _on_lost(self, error: PagewireError) -> None:
-        self._fail_all(error)
+        self._questions.fail_all(error)
+        self._resumer.connection_lost(error)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        self._info = welcome
+        self._resumer.connected()
 
     def _fail_all(self, error: PagewireError) -> None:
-        streams, self._streams = self._streams, {}
-        for state in streams.values():
+        streams = list(self._streams.values())
+        self._streams.clear()
+        for state in streams:
             state.fail(error)
         self._questions.fail_all(error)

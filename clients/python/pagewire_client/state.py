@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 from pagewire_client.columns import Run
 from pagewire_client.result import ChoiceResult, Chunk, Result, Timings, TokenLogprob, percentile
 from pagewire_transport.errors import PagewireError, ProtocolError
-from pagewire_transport.messages import Accepted, Cancel, Done, Finish, Finished, FinishReason
+from pagewire_transport.messages import Accepted, Cancel, Done, Finish, Finished, FinishReason, Generate, Resume
 
 
 @dataclass(slots=True)
 class ChoiceState:
-    """One continuation so far."""
+    """One continuation so far.
 
+    Attributes:
+        first: index of the first of `token_ids`; not 0 where the stream was resumed by a client that began later.
+    """
+
+    first: int = 0
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -25,6 +30,11 @@ class ChoiceState:
     heard_ns: int = 0
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
+
+    @property
+    def received(self) -> int:
+        """The index of the token that comes next."""
+        return self.first + len(self.token_ids)
 
 
 class StreamState:
@@ -41,7 +51,6 @@ class StreamState:
     __slots__ = (
         "_first_ns",
         "_has_logprobs",
-        "_is_cancelled",
         "_over_ns",
         "_send",
         "_started_ns",
@@ -51,9 +60,12 @@ class StreamState:
         "chunks",
         "done",
         "error",
+        "is_cancelled",
         "is_closed",
         "number",
         "prompt_logprobs",
+        "request",
+        "until",
     )
 
     def __init__(
@@ -68,9 +80,13 @@ class StreamState:
         self.prompt_logprobs: list[TokenLogprob] | None = None
         self.is_closed = False
         """Nobody reads chunks any more."""
+        self.request: Generate | Resume | None = None
+        """What began it, until that was accepted."""
+        self.until: float | None = None
+        """Its connection is lost, and by this time of the loop it must be resumed; None: it is not lost."""
         self._send = send
         self._has_logprobs = has_logprobs
-        self._is_cancelled = False
+        self.is_cancelled = False
         self._started_ns = now_ns
         self._first_ns = 0
         self._over_ns = 0
@@ -93,8 +109,8 @@ class StreamState:
         if choice >= len(self.choices):
             raise ProtocolError(f"tokens of choice {choice}, of {len(self.choices)}")
         state = self.choices[choice]
-        if start != len(state.token_ids):
-            raise ProtocolError(f"tokens from {start} follow {len(state.token_ids)} tokens")
+        if start != state.received:
+            raise ProtocolError(f"tokens from {start} follow {state.received} tokens")
         if ids:
             if not self._first_ns:
                 self._first_ns = now_ns
@@ -104,13 +120,14 @@ class StreamState:
             state.heard_ns = now_ns
             state.token_ids.extend(ids)
         if logprobs is not None:
+            self._has_logprobs = True
             state.logprobs.extend(logprobs)
         if text:
             state.texts.append(text)
         self._give(Chunk(text, ids, start, choice, logprobs))
 
     def finish(self, message: Finished) -> None:
-        """One choice ended.
+        """One choice ended; after a resume this may be told again.
 
         Raises:
             ProtocolError: tokens of it are missing.
@@ -118,11 +135,14 @@ class StreamState:
         if message.choice >= len(self.choices):
             raise ProtocolError(f"end of choice {message.choice}, of {len(self.choices)}")
         state = self.choices[message.choice]
-        if message.num_tokens > len(state.token_ids):
-            raise ProtocolError(f"{message.num_tokens} tokens at the end, {len(state.token_ids)} came")
+        if message.num_tokens > state.received:
+            raise ProtocolError(f"{message.num_tokens} tokens at the end, {state.received} came")
+        if state.finish_reason is not None:
+            return
         # Cut by `finish`: what came after the cut does not count.
-        del state.token_ids[message.num_tokens :]
-        del state.logprobs[message.num_tokens :]
+        at = max(0, message.num_tokens - state.first)
+        del state.token_ids[at:]
+        del state.logprobs[at:]
         state.finish_reason, state.stop = message.reason, message.stop
         if message.text:
             state.texts.append(message.text)
@@ -149,8 +169,8 @@ class StreamState:
 
     def cancel(self) -> None:
         """Ask the server to end it; the answer comes as `finish` and `end`. Idempotent."""
-        if not self.is_over and not self._is_cancelled:
-            self._is_cancelled = True
+        if not self.is_over and not self.is_cancelled:
+            self.is_cancelled = True
             self._send(Cancel(stream=self.number))
 
     def finish_at(self, at: int, choice: int) -> None:

@@ -52,6 +52,16 @@ class Stream:
         """The seed in use; None until it was accepted."""
         return self._state.accepted.seed if self._state.accepted is not None else None
 
+    @property
+    def resume_key(self) -> str | None:
+        """With `request_id`, what `Client.resume` takes; None until it was accepted, "" where it cannot be resumed."""
+        return self._state.accepted.resume_key if self._state.accepted is not None else None
+
+    @property
+    def received(self) -> list[int]:
+        """Tokens of each choice that came, from the first that was generated on: what `Client.resume` takes."""
+        return [choice.received for choice in self._state.choices]
+
     def __aiter__(self) -> Self:
         return self
 
