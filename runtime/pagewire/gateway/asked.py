@@ -19,9 +19,9 @@ class Asked(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
     params: SamplingParams = SamplingParams()
     priority: int = 0
-    ttft_ms: int | None = None
-    itl_ms: int | None = None
-    deadline_ms: int | None = None
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    deadline_ms: float | None = None
     namespace: str = ""
     client: str = ""
     echo_text: bool = True
