@@ -15,9 +15,11 @@ The first thing that a child's `main` does, before it imports torch, is `leave_w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import faulthandler
 import os
+import resource
 import select
 import signal
 import sys
@@ -165,6 +167,13 @@ def explain_crashes() -> None:
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGQUIT, all_threads=True)
+
+
+def allow_many_files() -> None:
+    """As many open files as the system lets this user have: each connection is one, and the usual first limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems name a limit that they do not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _watch(report_fd: int) -> None:

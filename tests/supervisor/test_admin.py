@@ -58,8 +58,7 @@ async def test_a_whole_server_with_keys_is_looked_at_reloaded_and_drained():
                 assert len((await stream.result()).token_ids) == 4
                 curve = ClientCurve.load(server_key, folder / "alice.key")
                 found = [outcome async for outcome in check_server(url, curve=curve, timeout_s=20)]
-                broken = {outcome.name: outcome.why for outcome in found if outcome.verdict == "FAIL"}
-                assert set(broken) <= {"a stream is resumed by who has its key"}, broken
+                assert [outcome for outcome in found if outcome.verdict == "FAIL"] == []
                 assert len(found) > 40
                 load = await client.load()
                 assert load.ready

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -68,3 +70,15 @@ def test_the_configuration_fits_a_pipe():
     long = from_mapping({"model": {"path": "x" * 4096, "name": "y" * 256}})
     assert len(msgspec.json.encode(long)) < 16_384
     assert isinstance(long, Config)
+
+
+def test_a_part_may_open_as_many_files_as_the_system_lets_it():
+    """In a process of its own: the limit is the process's."""
+    code = (
+        "import resource; from pagewire.child import allow_many_files\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))\n"
+        "allow_many_files()\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,7 +13,7 @@ import sys
 import msgspec
 
 from pagewire import log
-from pagewire.child import Reporter, explain_crashes, leave_with_parent, read_config
+from pagewire.child import Reporter, allow_many_files, explain_crashes, leave_with_parent, read_config
 from pagewire.errors import ConfigError, ModelError
 
 
@@ -26,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     leave_with_parent(given.report_fd)
     explain_crashes()
+    allow_many_files()
     # Until the loop takes signals over, they end the process at once: there is nothing to drain yet, and Python's own
     # handler would wait for the C code that loads weights.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -13,7 +13,7 @@ import sys
 import msgspec
 
 from pagewire import log
-from pagewire.child import Reporter, explain_crashes, leave_with_parent, read_config
+from pagewire.child import Reporter, allow_many_files, explain_crashes, leave_with_parent, read_config
 from pagewire.errors import ConfigError, ModelError, PagewireError
 
 
@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     leave_with_parent(given.report_fd)
     explain_crashes()
+    allow_many_files()
     # Until the loop takes signals over there is nothing to drain: they end the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     reporter = Reporter(given.report_fd)
