@@ -170,6 +170,18 @@ class TestOrder:
                 break
         assert 1_900 < low.ttft_ms < 4_000
 
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_a_prompt_in_prefill_may_lose_its_row_while_a_step_is_planned(self, overlap):
+        timed = Timed(itl_target_ms=15.0, max_rows=1, max_step_tokens=512, overlap=overlap, check=True)
+        low = timed.submit(5000, max_tokens=2, priority=-1)
+        for _ in range(3):
+            timed.step()
+        high = timed.submit(100, max_tokens=2, priority=1)
+        timed.run()
+        assert high.token_ns[-1] < low.token_ns[0]
+        assert low.sequence.num_preemptions == 1
+        assert len(low.token_ns) == 2
+
     def test_a_deadline_ends_it_with_a_named_error(self):
         timed = Timed()
         stream = timed.submit(100, max_tokens=5000, deadline_ms=200)

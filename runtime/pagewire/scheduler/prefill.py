@@ -13,7 +13,7 @@ from pagewire.scheduler.draft import Drafts
 from pagewire.scheduler.in_flight import InFlight
 from pagewire.scheduler.memory import KvMemory
 from pagewire.scheduler.pacing import TokenBudget
-from pagewire.scheduler.sequence import Sequence, SequenceState
+from pagewire.scheduler.sequence import NO_ROW, Sequence, SequenceState
 from pagewire.step.step import RowJoin
 
 MOST_PLACED: Final = 65_536
@@ -71,7 +71,7 @@ class Prefill:
                 is_closed = not num_known or num_placed >= MOST_PLACED
             elif begun:
                 sequence = begun.pop()
-                if not sequence.is_leaving:
+                if sequence.row != NO_ROW and not sequence.is_leaving:  # it may just have given way to `first`
                     self._chunk(sequence, budget)
             else:
                 return
@@ -88,6 +88,7 @@ class Prefill:
     def _chunk(self, sequence: Sequence, budget: TokenBudget) -> None:
         """Schedule the next tokens of a sequence in prefill, as many as the budget has."""
         batch, row = self._batch, sequence.row
+        assert row != NO_ROW
         start = int(batch.num_scheduled[row])
         known = int(batch.num_known[row])
         n = budget.take(start, known - start)
