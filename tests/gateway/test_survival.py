@@ -6,12 +6,14 @@ import asyncio
 from array import array
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.gateway.bench import WELCOME, Bench, ids_of, tokens
 
 from pagewire.errors import Cancelled, EngineLost
+from pagewire.gateway.asked import asked_in
 from pagewire_transport.messages import (
     Accepted,
     Cancel,
@@ -436,3 +438,30 @@ async def test_what_is_for_gateways_is_refused_of_clients(bench, field):
         value = Replay(**value)
     bench.client("a", Generate(stream=1, prompt_ids=b"abcd", **{field: value}))
     assert [(m.code, m.field) for m in bench.of(Error)] == [("unsupported", field)]
+
+
+@pytest.mark.parametrize("how", ["known here", "recalled from the engine"])
+async def test_id_and_key_in_other_hands_resume_nothing_where_there_are_curve_keys(bench, how):
+    """F52: nor do they disturb whose stream it is."""
+    engine = Engine(bench)
+    for peer in ("alice", "alice again", "bob"):
+        bench.connections[peer].user = peer.split()[0]
+    asked = Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1))
+    if how == "known here":
+        bench.client("alice", asked)
+        engine.obey()
+        accepted = bench.of(Accepted, "alice")[0]
+        names = {"request_id": accepted.request_id, "resume_key": accepted.resume_key}
+    else:
+        memo = msgspec.msgpack.encode(asked_in(asked, "prompt_ids", "", "alice"))
+        engine.begin(msgspec.structs.replace(asked, stream=999, memo=memo))
+        (known,) = engine.asked.values()
+        names = {"request_id": known.request_id, "resume_key": known.key}
+    bench.client("bob", Resume(stream=4, **names))
+    engine.obey()
+    assert [(m.code, m.field, m.stream) for m in bench.of(Error, "bob")] == [("unknown_stream", "request_id", 4)]
+    assert bench.of(Accepted, "bob") == []
+    assert bench.of(Error, "alice") == []
+    bench.client("alice again", Resume(stream=5, **names))
+    engine.obey()
+    assert [m.stream for m in bench.of(Accepted, "alice again")] == [5]

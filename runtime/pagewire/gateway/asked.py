@@ -24,6 +24,8 @@ class Asked(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     deadline_ms: float | None = None
     namespace: str = ""
     client: str = ""
+    user: str = ""
+    """The CURVE key that it was asked with: nobody else may resume it. "" where there are no keys."""
     echo_text: bool = True
     prompt_field: str = "prompt_ids"
 
@@ -32,7 +34,7 @@ _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Asked)
 
 
-def asked_in(message: Generate, prompt_field: str, share: str) -> Asked:
+def asked_in(message: Generate, prompt_field: str, share: str, user: str = "") -> Asked:
     """What `message` asks for, and on whose behalf."""
     return Asked(
         params=message.params,
@@ -42,6 +44,7 @@ def asked_in(message: Generate, prompt_field: str, share: str) -> Asked:
         deadline_ms=message.deadline_ms,
         namespace=message.namespace,
         client=message.namespace or share,
+        user=user,
         echo_text=message.echo_text,
         prompt_field=prompt_field,
     )

@@ -60,6 +60,11 @@ class Client:
         self._pace = pace
         self._marked: list[GatewayStream] = []
 
+    @property
+    def user(self) -> str:
+        """The CURVE key that it connected with; "" where there are no keys, and over HTTP."""
+        return str(getattr(self.connection, "user", ""))
+
     def mark(self, stream: GatewayStream) -> None:
         """`stream` has something to send."""
         if not stream.is_marked:

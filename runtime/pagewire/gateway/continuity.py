@@ -18,7 +18,7 @@ import msgspec
 from pagewire.config import ServerConfig
 from pagewire.errors import EngineLost, PagewireError, ProtocolError, TakenOver, Unavailable, UnknownStream
 from pagewire.gateway.absence import Absence
-from pagewire.gateway.asked import asked_of
+from pagewire.gateway.asked import Asked, asked_of
 from pagewire.gateway.client import Client
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire.gateway.survivors import GatewaySurvivors, counts_of
@@ -226,6 +226,8 @@ class Continuity:
         stream = self.survivors.find(message)
         if stream is None:
             return self._recall(client, message)
+        if stream.asked is not None:
+            _check_user(stream.asked, client)
         counts = counts_of(message, stream)
         before, number = stream.owner, stream.number
         if before.streams.get(number) is stream:
@@ -251,6 +253,7 @@ class Continuity:
         """The engine has it: make of it what the gateway that began it had, as far as its client got."""
         try:
             asked = asked_of(message.memo)
+            _check_user(asked, stream.owner)
             if len(message.output_ids) != asked.params.n:
                 raise ProtocolError("memo and tokens do not fit together")
             stream.asked, stream.shows_text = asked, asked.echo_text
@@ -302,3 +305,13 @@ class Continuity:
         if stream.ending is None:
             self._owner.leave_engine(stream)
             stream.ending = refusal(TakenOver("its client did not come back"), stream.number)  # nobody reads it
+
+
+def _check_user(asked: Asked, client: Client) -> None:
+    """Who has id and key of a stream, and another CURVE key than the one it was asked with, is told what a stranger is (F52).
+
+    Raises:
+        UnknownStream: it is another's.
+    """
+    if asked.user != client.user:
+        raise UnknownStream("there is no such stream here, or its key is another one", field="request_id")

@@ -310,7 +310,7 @@ class Gateway:
             number=message.stream,
             owner=client,
             choices=[Choice(self.new_text(stops, shows_text=message.echo_text)) for _ in range(message.params.n)],
-            asked=asked_in(message, field, client.share),
+            asked=asked_in(message, field, client.share, client.user),
             shows_text=message.echo_text,
             resumable=message.resumable,
         )
