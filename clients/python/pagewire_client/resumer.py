@@ -35,7 +35,7 @@ class Resumer:
         self._streams = streams
         self._timeout_s = timeout_s
         self._send = send
-        self._is_connected = False
+        self._connection = 0  # even: none; odd: the number of the one that there is
         self._timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class Resumer:
 
     def connection_lost(self, error: PagewireError) -> None:
         """Streams that can be resumed wait; the others end with `error`, as do those that wait for too long."""
-        self._is_connected = False
+        self._connection += self._connection % 2
         until = self._loop.time() + self._timeout_s
         for state in list(self._streams.values()):
             can_wait = state.accepted.resume_key if state.accepted is not None else not state.is_cancelled
@@ -58,7 +58,7 @@ class Resumer:
 
     def connected(self) -> None:
         """The server let us in: ask for those that wait."""
-        self._is_connected = True
+        self._connection += 2 if self._connection % 2 else 1
         for state in list(self._streams.values()):
             if state.until is not None:
                 self._ask(state)
@@ -68,11 +68,11 @@ class Resumer:
         delay_s = (error.retry_after_ms or 0) / 1000
         if state.until is None or not delay_s or self._loop.time() + delay_s >= state.until:
             return False
-        self._loop.call_later(delay_s, self._ask_again, state)
+        self._loop.call_later(delay_s, self._ask_again, state, self._connection)
         return True
 
-    def _ask_again(self, state: StreamState) -> None:
-        if self._is_connected and self._streams.get(state.number) is state and state.until is not None:
+    def _ask_again(self, state: StreamState, connection: int) -> None:
+        if self._connection == connection and self._streams.get(state.number) is state and state.until is not None:
             self._ask(state)
 
     def _ask(self, state: StreamState) -> None:
