@@ -24,16 +24,9 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server():
-    """(the environment in which clients find it, and its addresses for their tests)."""
+    """The environment in which clients find it."""
     async with served("--kv-bytes", "64MiB", command=REAL, model=str(MODEL)) as made:
-        ready = await made.said("event=engine_ready")
-        engine = re.search(r"endpoint=(\S+)", ready)[1]
-        yield {
-            "TMPDIR": str(made.folder),
-            "XDG_RUNTIME_DIR": "",
-            "PAGEWIRE_URL": made.url,
-            "PAGEWIRE_RESUME_URL": engine,
-        }
+        yield {"TMPDIR": str(made.folder), "XDG_RUNTIME_DIR": "", "PAGEWIRE_URL": made.url}
         assert await made.stop() == 0
 
 
