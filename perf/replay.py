@@ -36,7 +36,8 @@ def replay(report: Report, path: Path, given: argparse.Namespace) -> None:
         MODELS[given.model], CARDS[given.card], gpus=given.gpus, weights=precision, kv=precision,
         kv_tokens=given.kv_tokens,
         scheduler=SchedulerConfig(
-            max_rows=min(512, given.step_tokens), max_step_tokens=given.step_tokens, max_waiting=1_000_000
+            max_rows=min(512, given.step_tokens), max_step_tokens=given.step_tokens, max_waiting=1_000_000,
+            itl_target_ms=given.itl_target,
         ),
     )  # fmt: skip
     begun, begun_cpu = time.perf_counter(), time.process_time()
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=8, help="cards of the group")
     parser.add_argument("--fp8", action=argparse.BooleanOptionalAction, default=True, help="weights and KV in FP8")
     parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of a step at most")
+    parser.add_argument("--itl-target", type=float, default=0.0, help="ms; steps are planned by time; 0: by tokens")
     parser.add_argument("--kv-tokens", type=int, default=0, help="size of the pool; 0: what fits on the cards")
     parser.add_argument("--requests", type=int, default=0, help="only the first so many; 0: all")
     parser.add_argument("--pools", type=int, nargs="*", default=[2_000_000, 8_000_000, 16_000_000, 32_000_000],

@@ -79,11 +79,13 @@ class Products:
     """Rates of matrix products in one precision.
 
     Attributes:
-        stream: bytes of weights a second with few tokens.
+        single: bytes of weights a second with one token, for which there is a kernel of its own.
+        stream: the same with a few tokens.
         compute: operations a second with many.
         knee: the larger, the sharper the change from one to the other.
     """
 
+    single: float
     stream: float
     compute: float
     knee: float
@@ -128,13 +130,13 @@ H200: Final = CardRates(
     name="h200",
     memory=0.9 * 150.1e9,
     reserved=3e9,
-    products={"bf16": Products(3.75e12, 690e12, 2.3), "fp8": Products(2.0e12, 1200e12, 4.0)},
+    products={"bf16": Products(4.1e12, 3.35e12, 665e12, 2.7), "fp8": Products(2.0e12, 2.0e12, 1200e12, 4.0)},
     decode={"bf16": 4.05e12, "fp8": 2.5e12},
     prefill={"bf16": 480e12, "fp8": 290e12},
     attention_s=7e-6,
-    prefill_s=8e-6,
+    prefill_s=16e-6,
     elementwise_s=2.5e-6,
-    elementwise_token_s=48e-9,
+    elementwise_token_s=52e-9,
     sample_s=0.9e-6,
     step_s=60e-6,
     reduce_s=9e-6,
@@ -147,7 +149,7 @@ H100: Final = replace(
     H200,
     name="h100",
     memory=0.9 * 85.0e9,
-    products={"bf16": Products(2.6e12, 690e12, 2.3), "fp8": Products(1.4e12, 1200e12, 4.0)},
+    products={"bf16": Products(2.85e12, 2.35e12, 665e12, 2.7), "fp8": Products(1.4e12, 1.4e12, 1200e12, 4.0)},
     decode={"bf16": 2.8e12, "fp8": 1.75e12},
 )
 """NVIDIA H100 with 80 GB: an H200 with that card's memory, in bytes and in bandwidth. Not measured."""
@@ -212,6 +214,7 @@ class ModelledCard:
         params = model.num_layers * model.layer_params / gpus
         self._knee = products.knee
         self._stream = params * _ITEMSIZE[weights] / products.stream
+        self._single = params * _ITEMSIZE[weights] / products.single
         self._compute = 2 * params / products.compute
         of_output = rates.products["bf16"]
         output = model.vocab_size * model.hidden_size / gpus
@@ -248,7 +251,8 @@ class ModelledCard:
         at = bisect_left(self._buckets, tokens)
         padded = self._buckets[at] if at < len(self._buckets) else tokens
         took = self._fixed + (self._token + self._reduce_token) * padded
-        took += _soft_max(self._stream, self._compute * padded, self._knee)
+        stream = self._single if tokens == 1 else self._stream
+        took += _soft_max(stream, self._compute * padded, self._knee)
         if work.num_samples:
             took += _soft_max(self._out_stream, self._out_compute * work.num_samples, self._out_knee)
             took += self.rates.sample_s * work.num_samples
