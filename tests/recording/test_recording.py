@@ -239,3 +239,21 @@ def test_a_recorder_that_falls_behind_stops_and_says_so(tmp_path):
     events = list(read(recorder.path)[1])
     assert isinstance(events[-1], Cut)
     assert recorder.path.stat().st_size < 4000
+
+
+def test_who_was_preempted_by_an_admission_is_not_computed_on():
+    """Found by the test above: planned by time, with no step in flight, the victim has left its row at once."""
+    driver = Driver(itl_target_ms=12.0)
+    config = msgspec.structs.replace(driver.arguments["config"], max_rows=1)
+    scheduler = RecordedScheduler(driver.events.append, **(driver.arguments | {"max_rows": 1, "config": config}))
+    prompt, params = np.arange(90, dtype=np.int32), SamplingParams(max_tokens=5, seed=1)
+    (victim,) = scheduler.submit(Request("a", prompt, params, 0), 0)
+    plan = scheduler.plan(1)
+    nothing = np.zeros(0, np.int32)
+    scheduler.apply(plan, StepResult(0, nothing, nothing, np.zeros(0, np.uint8)), 2)
+    scheduler.submit(Request("b", prompt[:20] + 500, params, 3, priority=1), 3)
+    for now in (4, 5):
+        if (plan := scheduler.plan(now)) is not None:
+            assert (plan.rows >= 0).all()
+        scheduler.check_invariants()
+    assert victim.num_preemptions == 1
