@@ -1,9 +1,10 @@
-"""Gated activations of the MLP: out = act(gate) · up.
+"""Gated activations of the MLP, out = act(gate) · up, and the soft cap of logits.
 
     silu(x) = x / (1 + e^(−x))
     gelu(x) = x / (1 + e^(−2 u)),  u = √(2/π) (x + 0.044715 x³)      the tanh form: ½ x (1 + tanh u)
+    cap(x) = c · tanh(x / c)
 
-In fp32, rounded once. Bytes a row of n gates: 3 n · itemsize (gate and up read, out written).
+In fp32, rounded once. Bytes a row of n gates: 3 n · itemsize (gate and up read, out written); of n logits, 2 n · itemsize.
 """
 
 from __future__ import annotations
@@ -26,6 +27,19 @@ def silu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
 def gelu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
     """gelu(gate) · up in the tanh form; arguments as in `silu_mul`."""
     _act_mul(out, gate_up, gelu=True)
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> None:
+    """C · tanh(x / c), in place.
+
+    Args:
+        x: contiguous.
+        cap: c, above 0.
+    """
+    if not x.is_contiguous():
+        raise ValueError("what is capped has to be contiguous")
+    if x.numel():
+        _soft_cap_kernel[(triton.cdiv(x.numel(), 1024),)](x, x.numel(), cap, BLOCK=1024, num_warps=4)
 
 
 def _act_mul(out: torch.Tensor, gate_up: torch.Tensor, *, gelu: bool) -> None:
@@ -58,3 +72,16 @@ def _act_mul_kernel(
         u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     act = gate / (1.0 + tl.exp(-u))
     tl.store(out_ptr + row * N + i, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _soft_cap_kernel(
+    x_ptr,  # [size]
+    size,
+    cap,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32)
+    y = cap - 2.0 * cap / (tl.exp2(2.8853900817779268 * (x / cap)) + 1.0)
+    tl.store(x_ptr + i, y.to(x_ptr.dtype.element_ty), mask=i < size)

@@ -28,8 +28,8 @@ def rope_write_kv(
     v_cache: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     *,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
@@ -49,7 +49,7 @@ def rope_write_kv(
         v_cache: like `k_cache`.
         positions: int [tokens].
         slots: int [tokens], block id × block size + offset; a padding token's lies in the null block, or is negative: not written.
-        cos: fp32 [positions, ρ/2], contiguous.
+        cos: fp32 [positions, ρ/2], contiguous; None: nothing is turned, for layers that know no positions.
         sin: like `cos`.
         q_norm: [D] weight of q's norm; given together with `k_norm`.
         k_norm: [D].
@@ -60,7 +60,7 @@ def rope_write_kv(
     """
     tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    half = cos.shape[1]
+    half = head_dim // 2 if cos is None else cos.shape[1]
     rest = head_dim - 2 * half
     if k.shape != (tokens, num_kv_heads, head_dim) or v.shape != k.shape or q_out.shape != q.shape:
         raise ValueError(
@@ -75,6 +75,8 @@ def rope_write_kv(
         raise ValueError("q_norm and k_norm are given together or not at all")
     if (k_scale is None) != (v_scale is None) or (k_scale is None) == (k_cache.itemsize == 1):
         raise ValueError("a cache of 8 bits takes k_scale and v_scale, no other does")
+    if (cos is None) != (sin is None):
+        raise ValueError("cos and sin are given together or not at all")
     if tokens == 0:
         return
     block_h = min(16, triton.next_power_of_2(num_heads))
@@ -88,12 +90,12 @@ def rope_write_kv(
         v_cache,
         positions,
         slots,
-        cos,
-        sin,
-        q_norm if q_norm is not None else cos,
-        k_norm if k_norm is not None else cos,
-        k_scale if k_scale is not None else cos,
-        v_scale if v_scale is not None else cos,
+        cos if cos is not None else q,
+        sin if sin is not None else q,
+        q_norm if q_norm is not None else q,
+        k_norm if k_norm is not None else q,
+        k_scale if k_scale is not None else q,
+        v_scale if v_scale is not None else q,
         q_out.stride(0),
         q.stride(0),
         k.stride(0),
@@ -106,6 +108,7 @@ def rope_write_kv(
         REST=rest,
         BLOCK_SIZE=block_size,
         BLOCK_H=block_h,
+        TURNED=cos is not None,
         HAS_NORM=q_norm is not None,
         HAS_SCALES=k_scale is not None,
         DEPENDENT=dependent,
@@ -142,6 +145,7 @@ def _rope_write_kv_kernel(
     REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    TURNED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -159,7 +163,7 @@ def _rope_write_kv_kernel(
         position = tl.load(positions_ptr + token).to(tl.int64)
         _turn(
             q_out_ptr + token * q_out_stride, HEAD_DIM, q_ptr + token * q_stride, h, NUM_HEADS, cos_ptr + position * HALF,
-            sin_ptr + position * HALF, q_norm_ptr, k_scale_ptr, eps, HEAD_DIM, HALF, REST, HAS_NORM, False,
+            sin_ptr + position * HALF, q_norm_ptr, k_scale_ptr, eps, HEAD_DIM, HALF, REST, TURNED, HAS_NORM, False,
         )  # fmt: skip
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -171,7 +175,7 @@ def _rope_write_kv_kernel(
                 _turn(
                     k_cache_ptr + at, BLOCK_SIZE * HEAD_DIM, k_ptr + token * k_stride, h, NUM_KV_HEADS,
                     cos_ptr + position * HALF, sin_ptr + position * HALF, k_norm_ptr, k_scale_ptr, eps, HEAD_DIM, HALF, REST,
-                    HAS_NORM, HAS_SCALES,
+                    TURNED, HAS_NORM, HAS_SCALES,
                 )  # fmt: skip
             else:
                 h += (section - Q_SECTIONS - KV_SECTIONS) * BLOCK_H
@@ -199,6 +203,7 @@ def _turn(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    TURNED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
@@ -218,14 +223,18 @@ def _turn(
         factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         first = first * factor * tl.load(weight_ptr + i).to(tl.float32)[None, :]
         second = second * factor * tl.load(weight_ptr + HALF + i).to(tl.float32)[None, :]
-    cos = tl.load(cos_ptr + i)[None, :]
-    sin = tl.load(sin_ptr + i)[None, :]
     if HAS_SCALES:
         scale = tl.load(scale_ptr + h, mask=h < num_heads, other=1.0)[:, None]
         first = first / scale
         second = second / scale
-    tl.store(out_at, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_at + HALF, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    if TURNED:
+        cos = tl.load(cos_ptr + i)[None, :]
+        sin = tl.load(sin_ptr + i)[None, :]
+        tl.store(out_at, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_at + HALF, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(out_at, first.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_at + HALF, second.to(out_ptr.dtype.element_ty), mask=mask)
     if REST > 0:
         j = 2 * HALF + tl.arange(0, REST)
         rest = tl.load(x_ptr + h[:, None] * HEAD_DIM + j[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -71,6 +71,9 @@ class TorchOps:
 
     def __init__(self, decoder, memory, rows, max_step_tokens):
         self.decoder, self.memory, self.rows = decoder, memory, rows
+        self.windows, self.outgrown = decoder.windows(), set()
+        ropes = [layer.rope for layer in decoder.config.layers]
+        self.turns = {rope: decoder.turns(rope) for rope in set(ropes) - {None}}
 
     def set_blocks(self, deltas, num_deltas):
         for row, col, block in deltas[: int(num_deltas)].tolist():
@@ -95,7 +98,7 @@ class TorchOps:
         if residual is not None:
             residual += x
             x = residual
-        return reference.rms_norm(x, weight, self.decoder.config.norm_eps)
+        return reference.rms_norm(x, weight, self.decoder.config.norm_eps).to(x.dtype)
 
     def linear(self, x, weight, *, gated=False, out=None):
         y = torch.nn.functional.linear(x, weight)
@@ -121,14 +124,29 @@ class TorchOps:
     def gated_fp8(self, x, weight, scales):
         return self.quantise(reference.silu_mul(self.linear_fp8(x, weight, scales)))
 
+    def gate(self, gate_up):
+        act_mul = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_mul}
+        return act_mul[self.decoder.config.activation](gate_up)
+
+    def soft_cap(self, x, cap):
+        x.copy_(reference.soft_cap(x, cap))
+
     def rope_and_write(self, layer, q, k, v, tokens):
-        cos, sin = (table[tokens.positions] for table in (self.decoder.cos, self.decoder.sin))
-        q.copy_(reference.rope(q, cos, sin))
+        decoder = self.decoder
+        norms, rope = decoder.weights.layers[layer].qk_norm, decoder.config.layers[layer].rope
+        if norms is not None:
+            num_heads, eps = q.shape[1], decoder.config.norm_eps
+            q.copy_(reference.rms_norm(q, norms[:num_heads], eps))
+            k = reference.rms_norm(k, norms[num_heads:], eps)
+        if rope is not None:
+            cos, sin = (table[tokens.positions] for table in self.turns[rope])
+            q.copy_(reference.rope(q, cos, sin))
+            k = reference.rope(k, cos, sin)
         written = tokens.slots >= 0
         slots = tokens.slots[written].long()
         memory = self.memory
         for pool, scales, x in (
-            (memory.keys[layer], memory.k_scales[layer], reference.rope(k, cos, sin)),
+            (memory.keys[layer], memory.k_scales[layer], k),
             (memory.values[layer], memory.v_scales[layer], v),
         ):
             stored = x if scales is None else (x / scales[:, None]).clamp(-448, 448)
@@ -163,7 +181,11 @@ class TorchOps:
                 (memory.values[layer], memory.v_scales[layer]),
             )
         ]
-        out.copy_(reference.paged_attention(q, *pools, table, offsets, torch.tensor([start])))
+        config, window = self.decoder.config, self.windows[layer]
+        if 0 < window < start + len(q):
+            self.outgrown.add(window)
+        options = {"scale": config.attn_scale, "window": window, "soft_cap": config.attn_soft_cap}
+        out.copy_(reference.paged_attention(q, *pools, table, offsets, torch.tensor([start]), **options))
 
     def sample(self, out, logits, rows, positions, *, logit_rows=None, skip_special=True):
         state = self.rows

@@ -233,15 +233,6 @@ async def test_broken_logits_end_their_request_alone(folder):
         assert (await again.result()).token_ids == (await good.result()).token_ids
 
 
-def test_a_family_that_a_card_does_not_compute_is_refused_by_name(tmp_path):
-    """With two ropes and norms of heads, before any kernel is asked for them."""
-    values = {**MODEL, "model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 40}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="a GPU does not compute gemma3_text yet") as caught:
-        worker_of(config(tmp_path))
-    assert caught.value.field == "model.device"
-
-
 async def test_without_a_card_it_says_so(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device"):

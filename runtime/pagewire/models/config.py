@@ -158,25 +158,3 @@ class DecoderConfig:
     def kv_bytes(self, num_tokens: int, itemsize: int) -> int:
         """Bytes of K and V: 2 × layers × KV heads × head size × tokens × bytes an element."""
         return 2 * self.num_layers * self.kv_size * num_tokens * itemsize
-
-    def beyond_llama(self, max_model_len: int) -> tuple[str, ...]:
-        """What sequences of this length need that a plain Llama does not have, in words.
-
-        A window that no sequence reaches is none.
-        """
-        windows = {layer.window for layer in self.layers if 0 < layer.window < max_model_len}
-        ropes = {layer.rope for layer in self.layers}
-        plain_scale = abs(self.attn_scale * self.head_dim**0.5 - 1) < 1e-6
-        named = {
-            f"a sliding window of {' and '.join(map(str, sorted(windows)))} positions": windows,
-            "layers without rope": None in ropes,
-            "several ropes": len(ropes - {None}) > 1,
-            "biases": self.qkv_bias or self.attn_out_bias or self.mlp_bias,
-            "norms of queries and keys": self.qk_norm,
-            "norms after attention and feed-forward": self.post_norms,
-            "GELU": self.activation != "silu",
-            "scaled embeddings": self.embedding_scale != 1,
-            "a scale of its own for attention": not plain_scale,
-            "soft caps": self.attn_soft_cap or self.logit_soft_cap,
-        }
-        return tuple(words for words, needed in named.items() if needed)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from pagewire.models.config import DecoderConfig
+from pagewire.models.config import DecoderConfig, RopeConfig
 from pagewire.models.rope import RopeTable
 from pagewire.models.weights import DecoderWeights, LayerWeights
 from pagewire_kernels import cpu, reference
@@ -71,20 +71,14 @@ class Decoder:
         self._eps = torch.full((1,), config.norm_eps)
         self._gate = {"silu": cpu.silu_mul, "gelu_tanh": cpu.gelu_mul}[config.activation]
 
-    @property
-    def cos(self) -> Tensor:
-        """float32 [max_model_len, head_dim / 2], of a decoder with one rope."""
-        return self._table.halves(self.max_model_len)[0]
+    def turns(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
+        """Cos and sin of one of its ropes, float32 [max_model_len, head_dim / 2] each; made anew by every call."""
+        return self._ropes[rope].halves(self.max_model_len)
 
-    @property
-    def sin(self) -> Tensor:
-        """As `cos`."""
-        return self._table.halves(self.max_model_len)[1]
-
-    @property
-    def _table(self) -> RopeTable:
-        (table,) = self._ropes.values()
-        return table
+    def windows(self) -> list[int]:
+        """Of each layer; a window that no sequence reaches is none, 0."""
+        reached = (layer.window if layer.window < self.max_model_len else 0 for layer in self.config.layers)
+        return list(reached)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states before the final norm, [T, hidden].

@@ -74,7 +74,7 @@ class Kinds:
     Attributes:
         dtype: of matrices.
         device: where they go.
-        vector_dtype: of norms and biases; None: as matrices.
+        vector_dtype: of norms and biases; None: as matrices, but norms of decoders with `post_norms` are float32.
         quantization: of the layers' matrices. Embedding and output product are of `dtype` always.
         keeps_fp8: E4M3 stays E4M3, with scales; otherwise its values are widened to `dtype` once they are rounded.
     """
@@ -189,7 +189,7 @@ def assemble(
     """
     _check_shapes(source, _expected(config, names))
     as_fp8 = kinds.quantization == "fp8" or (kinds.quantization == "auto" and source.is_fp8(names.down.format(0)))
-    reader = _Reader(source, kinds, norm_offset, as_fp8)
+    reader = _Reader(source, kinds, norm_offset, as_fp8, wide_norms=config.post_norms)
     embedding = reader.matrix(names.embedding)
     layers: list[LayerWeights] = []
     for i in range(config.num_layers):
@@ -211,6 +211,7 @@ class _Reader:
     kinds: Kinds
     norm_offset: float
     as_fp8: bool
+    wide_norms: bool
 
     def matrix(self, *parts: str) -> Tensor:
         """Parts below one another."""
@@ -251,8 +252,9 @@ class _Reader:
         return self._read(tuple(bias_of(part) for part in parts), self._vector_dtype)
 
     def norm(self, *parts: str) -> Tensor:
-        # The sum is rounded once, to where it stays.
-        return self._read(parts, torch.float32).add_(self.norm_offset).to(self._vector_dtype)
+        # The sum is rounded once, to where it stays. Gemma's weights are 1 and a little: 16 bits would leave little of it.
+        weight = self._read(parts, torch.float32).add_(self.norm_offset)
+        return weight if self.wide_norms else weight.to(self._vector_dtype)
 
     @property
     def _vector_dtype(self) -> torch.dtype:

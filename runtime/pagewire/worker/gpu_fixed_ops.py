@@ -87,6 +87,8 @@ class FixedOps(TritonOps):
             lens,
             self._row_plan,
             scale=self._scale,
+            window=self._layers[layer].window,
+            soft_cap=self._soft_cap,
             table_rows=rows,
             k_scale=memory.k_scales[layer],
             v_scale=memory.v_scales[layer],

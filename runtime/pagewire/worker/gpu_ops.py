@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from pagewire.models.decoder import Decoder
+from pagewire.worker.gpu_layers import layers_of
 from pagewire.worker.gpu_memory import GpuKV
+from pagewire.worker.gpu_plans import AttentionPlans
 from pagewire.worker.gpu_rows import GpuRows
 from pagewire_kernels import sampling, step_input
+from pagewire_kernels.activation import gelu_mul, silu_mul, soft_cap
 from pagewire_kernels.block_copy import BlockPools, copy_blocks
-from pagewire_kernels.decode_plan import STRAIGHT_ROWS, DecodePlan, DecodeTiling, plan_decode, straight_tiling
 from pagewire_kernels.kv_write import rope_write_kv
 from pagewire_kernels.linear import gated_fp8, linear, linear_fp8, scratch_for
 from pagewire_kernels.paged_decode import paged_decode
-from pagewire_kernels.paged_prefill import LONG, PrefillPlan, PrefillTiling, paged_prefill, plan_prefill
+from pagewire_kernels.paged_prefill import LONG, PrefillTiling, paged_prefill
 from pagewire_kernels.quantise import Fp8Rows, empty_rows, quantise, rms_norm_quantise
 from pagewire_kernels.rms_norm import rms_norm
 from pagewire_kernels.vector_linear import vector_linear
 
-_LEAST_PREFILL: Final = 256
-_FEW_CHUNKS: Final = 64
 _WORD_OF: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """What a value is copied as: what it means does not matter."""
 
@@ -99,8 +99,16 @@ class Ops(Protocol):
         """silu(gate) × up of the product, rounded to E4M3."""
         ...
 
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """The model's activation of the gates × the ups: [T, n] of [T, 2 n]."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """Cap × tanh(x / cap), in place."""
+        ...
+
     def rope_and_write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> None:
-        """Turn q in place, and write turned k and v to their slots."""
+        """Normalise and turn q, in place, and k, as the layer does, and write k and v to their slots."""
         ...
 
     def plan_decode(self, lens: Tensor) -> None:
@@ -149,41 +157,19 @@ class TritonOps:
         self._memory = memory
         self._rows = rows
         self._eps = config.norm_eps
-        self._scale = config.head_dim**-0.5
-        self._cos, self._sin = decoder.cos.to(device), decoder.sin.to(device)
+        self._scale, self._soft_cap = config.attn_scale, config.attn_soft_cap
+        self._act_mul = {"silu": silu_mul, "gelu_tanh": gelu_mul}[config.activation]
+        self._layers = layers_of(decoder, device)
         max_rows = rows.padding
-        group = config.num_heads // config.num_kv_heads
-        straight = straight_tiling(memory.keys[0].dtype, config.head_dim, group, device)
-        self._decode_plans = [
-            DecodePlan(
-                max_rows=max_rows,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                device=device,
-                tiling=tiling,
-            )
-            for tiling in (DecodeTiling(min_share=1), straight)
-            if tiling is not None
-        ]
-        self._decode_plan = self._decode_plans[0]
-        sizes = [_LEAST_PREFILL]
-        while sizes[-1] < max_step_tokens:
-            sizes.append(2 * sizes[-1])
-        # Room for many chunks is room for many tiles, most of them empty: the plans of few chunks come first.
-        self._prefill_plans = [
-            PrefillPlan(
-                max_tokens=size,
-                max_rows=num_chunks,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                device=device,
-                tiling=prefill_tiling,
-            )
-            for num_chunks in sorted({min(_FEW_CHUNKS, max_rows), max_rows})
-            for size in sizes
-        ]
-        self._prefill_plan = self._prefill_plans[0]
+        self._plans = AttentionPlans(
+            config,
+            windows=[layer.window for layer in self._layers],
+            kv_dtype=memory.keys[0].dtype,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            prefill_tiling=prefill_tiling,
+            device=device,
+        )
         self._pools = BlockPools([pool.view(_WORD_OF[pool.itemsize]) for pool in (*memory.keys, *memory.values)])
         self._scratch = sampling.SampleScratch(max_rows, config.vocab_size, device)
         self._linear_scratch = scratch_for(device)
@@ -276,9 +262,19 @@ class TritonOps:
         gated_fp8(out, x, weight, scales, self._linear_scratch, dependent=self._dependent)
         return out
 
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """See `Ops`."""
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._act_mul(out, gate_up)
+        return out
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """See `Ops`."""
+        soft_cap(x, cap)
+
     def rope_and_write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> None:
         """See `Ops`."""
-        memory = self._memory
+        memory, own = self._memory, self._layers[layer]
         rope_write_kv(
             q,
             q,
@@ -288,8 +284,11 @@ class TritonOps:
             memory.values[layer],
             tokens.positions,
             tokens.slots,
-            self._cos,
-            self._sin,
+            own.cos,
+            own.sin,
+            q_norm=own.q_norm,
+            k_norm=own.k_norm,
+            eps=self._eps,
             k_scale=memory.k_scales[layer],
             v_scale=memory.v_scales[layer],
             dependent=self._dependent,
@@ -297,8 +296,7 @@ class TritonOps:
 
     def plan_decode(self, lens: Tensor) -> None:
         """See `Ops`."""
-        self._decode_plan = self._decode_plans[-1 if lens.numel() >= STRAIGHT_ROWS else 0]
-        plan_decode(self._decode_plan, lens)
+        self._plans.plan_decode(lens)
 
     def decode(self, layer: int, out: Tensor, q: Tensor, rows: Tensor, lens: Tensor) -> None:
         """See `Ops`."""
@@ -310,8 +308,9 @@ class TritonOps:
             memory.values[layer],
             self._rows.block_table,
             lens,
-            self._decode_plan,
+            self._plans.decode(self._layers[layer].window),
             scale=self._scale,
+            soft_cap=self._soft_cap,
             table_rows=rows,
             k_scale=memory.k_scales[layer],
             v_scale=memory.v_scales[layer],
@@ -320,11 +319,7 @@ class TritonOps:
 
     def plan_prefill(self, chunks: Chunks) -> None:
         """See `Ops`."""
-        num_chunks = chunks.rows.numel()
-        self._prefill_plan = next(
-            p for p in self._prefill_plans if p.max_tokens >= chunks.num_tokens and p.max_rows >= num_chunks
-        )
-        plan_prefill(self._prefill_plan, chunks.query_starts)
+        self._plans.plan_prefill(chunks.query_starts, chunks.num_tokens)
 
     def prefill(self, layer: int, out: Tensor, q: Tensor, chunks: Chunks) -> None:
         """See `Ops`."""
@@ -337,8 +332,10 @@ class TritonOps:
             self._rows.block_table,
             chunks.query_starts,
             chunks.lens,
-            self._prefill_plan,
+            self._plans.prefill,
             scale=self._scale,
+            window=self._layers[layer].window,
+            soft_cap=self._soft_cap,
             table_rows=chunks.rows,
             k_scale=memory.k_scales[layer],
             v_scale=memory.v_scales[layer],

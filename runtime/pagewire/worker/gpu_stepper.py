@@ -18,11 +18,12 @@ from pagewire.models import kv_scales
 from pagewire.models.decoder import Decoder
 from pagewire.step.step import Int32Array, StepPlan
 from pagewire.worker.gpu_device import Device
+from pagewire.worker.gpu_families import model_for
 from pagewire.worker.gpu_fixed_ops import FixedOps
 from pagewire.worker.gpu_graphs import Batch, DecodeGraphs, Inbox, bucket_sizes
 from pagewire.worker.gpu_memory import GpuKV, num_blocks_on_card
 from pagewire.worker.gpu_mixed import TOKEN_BUCKETS, MixedBatch, MixedGraphs, MixedInbox, Shape, shapes
-from pagewire.worker.gpu_model import Attend, GpuModel, check_covered
+from pagewire.worker.gpu_model import Attend, check_covered
 from pagewire.worker.gpu_ops import Chunks, Ops, TritonOps
 from pagewire.worker.gpu_results import Arrival, PromptScores, Results
 from pagewire.worker.gpu_rows import GpuRows
@@ -362,7 +363,7 @@ class Stepper:
                 scales=scales,
             )
             self._ops = make_ops(decoder, memory, self._rows, max_step_tokens)
-            self._model = GpuModel(decoder, self._ops, deterministic=config.engine.deterministic)
+            self._model = model_for(decoder, self._ops, deterministic=config.engine.deterministic)
             return memory
 
         use(2)

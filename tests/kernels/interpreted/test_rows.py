@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.activation import gelu_mul, silu_mul
+from pagewire_kernels.activation import gelu_mul, silu_mul, soft_cap
 from pagewire_kernels.block_copy import BlockPools, copy_blocks
 from pagewire_kernels.kv_write import rope_write_kv
 from pagewire_kernels.rms_norm import rms_norm
@@ -58,6 +58,13 @@ def test_activation_of_large_values_is_finite(rand):
     torch.testing.assert_close(out, torch.tensor([[0.0, 200.0]]))
 
 
+def test_soft_cap(rand):
+    x = rand(3, 700) * 50
+    expected = reference.soft_cap(x, 30.0)
+    soft_cap(x, 30.0)
+    torch.testing.assert_close(x, expected)
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "turned"), [(4, 2, 16, 16), (3, 1, 16, 8), (20, 20, 8, 8)])
 def test_rotation_and_write(rand, heads, kv_heads, head_dim, turned, norm):
@@ -89,6 +96,23 @@ def test_rotation_and_write(rand, heads, kv_heads, head_dim, turned, norm):
     torch.testing.assert_close(pools[1], pools[3], equal_nan=True)
     rope_write_kv(q, q, k, v, pools[0], pools[1], positions, slots, cos, sin, **weights)  # in place
     torch.testing.assert_close(q, expected_q)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_layer_without_rope_turns_nothing(rand, norm):
+    q, k, v = rand(3, 4, 8), rand(3, 2, 8), rand(3, 2, 8)
+    weights = {"q_norm": rand(8), "k_norm": rand(8), "eps": 1e-3} if norm else {}
+    expected_q, expected_k = (
+        reference.rms_norm(x, weights[name], 1e-3) if norm else x for name, x in (("q_norm", q), ("k_norm", k))
+    )
+    pools, slots = torch.zeros(4, 4, 2, BLOCK, 8), torch.tensor([5, 4, 9])
+    reference.write_kv(pools[2], expected_k, slots)
+    reference.write_kv(pools[3], v, slots)
+    out, positions = torch.full_like(q, float("nan")), torch.tensor([3, 400, 8], dtype=torch.int32)
+    rope_write_kv(out, q, k, v, pools[0], pools[1], positions, slots, None, None, **weights)
+    torch.testing.assert_close(out, expected_q)
+    torch.testing.assert_close(pools[0], pools[2])
+    torch.testing.assert_close(pools[1], pools[3])
 
 
 def test_block_copy(rand):
