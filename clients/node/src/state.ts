@@ -16,6 +16,8 @@ export interface Ticket {
 interface ChoiceState {
   /** Tokens that were there before, where the stream was resumed from a ticket. */
   readonly base: number;
+  /** Tokens that the user has: those, and what was read since. */
+  read: number;
   tokenIds: number[];
   texts: string[];
   logprobs: TokenLogprob[];
@@ -55,7 +57,7 @@ export class StreamState {
     this.#hasLogprobs = hasLogprobs;
     this.#ticket = ticket;
     this.#choices = received.map((base) => ({
-      base, tokenIds: [], texts: [], logprobs: [], gaps: [], heardAt: 0, finishReason: undefined, stop: undefined,
+      base, read: base, tokenIds: [], texts: [], logprobs: [], gaps: [], heardAt: 0, finishReason: undefined, stop: undefined,
     }));
   }
 
@@ -63,7 +65,13 @@ export class StreamState {
     return this.#done !== undefined || this.error !== undefined;
   }
 
-  /** How to go on with it; undefined where that is not possible (yet). */
+  /** How the user goes on with it: what was not read yet comes again. Undefined where that is not possible (yet). */
+  get userTicket(): Ticket | undefined {
+    const ticket = this.ticket;
+    return ticket && { ...ticket, received: this.#choices.map((choice) => choice.read) };
+  }
+
+  /** How the client goes on with it; undefined where that is not possible (yet). */
   get ticket(): Ticket | undefined {
     const { requestId, resumeKey } = this.accepted
       ? { requestId: this.accepted.request_id, resumeKey: this.accepted.resume_key }
@@ -150,6 +158,13 @@ export class StreamState {
   }
 
   // ---- for the handle -----------------------------------------------------------------------------------------------
+
+  /** The next chunk, if there is one. */
+  take(): Chunk | undefined {
+    const chunk = this.chunks.shift();
+    if (chunk !== undefined) this.#choices[chunk.choice]!.read = chunk.index + chunk.tokenIds.length;
+    return chunk;
+  }
 
   changed(): Promise<void> {
     return new Promise((resolve) => this.#waiters.push(resolve));

@@ -39,11 +39,11 @@ export class Stream implements AsyncIterable<Chunk>, AsyncDisposable {
   }
 
   /**
-   * How to go on with it from another process, with the tokens that came so far left out: see `Client.resume`. Plain JSON,
+   * How to go on with it from another process, with the chunks that were read so far left out: see `Client.resume`. Plain JSON,
    * and a secret. Undefined until it was accepted, and where it cannot be resumed.
    */
   get ticket(): Ticket | undefined {
-    return this.#state.ticket;
+    return this.#state.userTicket;
   }
 
   /** @throws PagewireError the request was refused or failed, after all chunks that came before. */
@@ -51,7 +51,7 @@ export class Stream implements AsyncIterable<Chunk>, AsyncDisposable {
     const state = this.#state;
     try {
       for (;;) {
-        const chunk = state.chunks.shift();
+        const chunk = state.take();
         if (chunk !== undefined) yield chunk;
         else if (state.error !== undefined && !state.isAbandoned) throw again(state.error);
         else if (state.isOver || state.isAbandoned) return;

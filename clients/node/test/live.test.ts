@@ -88,13 +88,16 @@ test('streams go on after their connection was cut', live, async () => {
     assert.deepEqual([text, (await stream.result()).tokenIds], [whole.text, whole.tokenIds]);
 
     const left = client.generate('The sea', options);
+    text = '';
     for await (const chunk of left) {
+      text += chunk.text;
       if (chunk.index < 3) continue;
       const ticket = left.ticket!;
       await client.close({ keepStreams: true });
       await using other = await connect(url);
       const rest = await other.resume(ticket).result();
       assert.deepEqual(rest.tokenIds, whole.tokenIds.slice(ticket.received[0]));
+      assert.equal(text + rest.text, whole.text);
       await assert.rejects(other.resume({ ...ticket, resumeKey: '00' }).result(), UnknownStream);
       break;
     }

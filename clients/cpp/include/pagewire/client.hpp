@@ -75,11 +75,7 @@ class Stream {
     std::optional<Chunk> next() {
         detail::Lock lock(core_->mutex);
         state_->changed.wait(lock, [&] { return !state_->chunks.empty() || state_->is_over(); });
-        if (!state_->chunks.empty()) {
-            std::optional<Chunk> chunk = std::move(state_->chunks.front());
-            state_->chunks.pop_front();
-            return chunk;
-        }
+        if (!state_->chunks.empty()) return state_->take();
         if (state_->fault) raise(*state_->fault);
         return std::nullopt;
     }
@@ -96,10 +92,10 @@ class Stream {
     // The server's name for it; empty until it was accepted.
     std::string request_id() const { return ticket().value_or(Ticket{}).request_id; }
 
-    // How to go on with it from another process: see `Client::resume`. None until it was accepted, and where it cannot be.
+    // How to go on with it from another process, after the chunks that were read: see `Client::resume`. None until it was accepted, and where it cannot be.
     std::optional<Ticket> ticket() const {
         detail::Lock lock(core_->mutex);
-        Ticket ticket = state_->ticket();
+        Ticket ticket = state_->user_ticket();
         return ticket.resume_key.empty() ? std::nullopt : std::optional(std::move(ticket));
     }
 

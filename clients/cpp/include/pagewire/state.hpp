@@ -27,7 +27,10 @@ class StreamState {
     // `received`: for each choice how many tokens are there already; zeros for a new stream.
     StreamState(std::uint32_t number_, const std::vector<std::uint32_t>& received, Ticket ticket = {})
         : number(number_), ticket_(std::move(ticket)) {
-        for (const std::uint32_t base : received) choices_.emplace_back().base = base;
+        for (const std::uint32_t base : received) {
+            Choice& choice = choices_.emplace_back();
+            choice.base = choice.read = base;
+        }
     }
 
     const std::uint32_t number;
@@ -44,7 +47,22 @@ class StreamState {
 
     bool is_over() const { return done_ || fault; }
 
-    // How to go on with it; an empty key where that is not possible (yet).
+    // The next chunk; there must be one.
+    Chunk take() {
+        Chunk chunk = std::move(chunks.front());
+        chunks.pop_front();
+        choices_[chunk.choice].read = static_cast<std::uint32_t>(chunk.index) + static_cast<std::uint32_t>(chunk.token_ids.size());
+        return chunk;
+    }
+
+    // How the user goes on with it: what was not read yet comes again.
+    Ticket user_ticket() const {
+        Ticket out = ticket();
+        for (std::size_t i = 0; i < choices_.size(); ++i) out.received[i] = choices_[i].read;
+        return out;
+    }
+
+    // How the client goes on with it; an empty key where that is not possible (yet).
     Ticket ticket() const {
         Ticket out = accepted ? Ticket{accepted->request_id, accepted->resume_key, {}} : ticket_;
         out.received.clear();
@@ -122,6 +140,7 @@ class StreamState {
   private:
     struct Choice {
         std::uint32_t base = 0;  // tokens that were there before, where the stream was resumed from a ticket
+        std::uint32_t read = 0;  // tokens that the user has: those, and what was read since
         ChoiceResult result;
         std::optional<Clock::time_point> heard;
 
