@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.scheduler.cost_model import (
-    H200,
-    PRIOR,
-    SHAPE_8B,
-    Coefficients,
-    CostModel,
-    Shape,
-    StepWork,
-    describe,
-    work_of,
-)
+from pagewire.scheduler.cost_model import CostModel, StepWork, work_of
+from pagewire.scheduler.cost_prior import H200, PRIOR, SHAPE_8B, Coefficients, Shape, describe
 from pagewire.step.step import StepPlan
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)

@@ -7,7 +7,8 @@ import pytest
 from timed import MS, Timed
 
 from pagewire.errors import Overloaded
-from pagewire.scheduler.cost_model import PRIOR, Coefficients, CostModel, StepWork
+from pagewire.scheduler.cost_model import CostModel, StepWork
+from pagewire.scheduler.cost_prior import PRIOR, Coefficients
 from pagewire.scheduler.pacing import LEAST_CHUNK
 from pagewire.scheduler.sequence import SequenceState
 

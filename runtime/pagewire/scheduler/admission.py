@@ -6,6 +6,7 @@ import numpy as np
 
 from pagewire.cache.lease import Match
 from pagewire.config import SchedulerConfig
+from pagewire.errors import PromptTooLong
 from pagewire.request.request import Request, TokenArray
 from pagewire.scheduler.batch import Batch
 from pagewire.scheduler.departures import Departures
@@ -55,6 +56,26 @@ class Admission:
         num_prompt = int(request.prompt_ids.size)
         has_tail = num_prompt % self._memory.block_size != 0
         return self._memory.blocks_for(num_prompt) + (request.params.n - 1 if has_tail else 0)
+
+    def check_fits(self, request: Request, max_len: int) -> None:
+        """Refuse what could never run, whatever else ends.
+
+        Raises:
+            PromptTooLong: it is longer than `max_len`, has more sequences than there are rows, or needs more blocks.
+        """
+        total = request.prompt_ids.size + request.max_tokens
+        if total > max_len:
+            raise PromptTooLong(
+                f"{request.prompt_ids.size} prompt tokens and {request.max_tokens} new ones exceed the {max_len} "
+                "that this server can hold",
+                field="prompt_ids",
+            )
+        if request.params.n > self._batch.max_rows:
+            raise PromptTooLong(f"at most {self._batch.max_rows} sequences run at once", field="params.n")
+        if self.num_blocks_to_start(request) > self._memory.num_usable:
+            raise PromptTooLong(
+                f"{request.params.n} continuations of this prompt need more KV memory than there is", field="params.n"
+            )
 
     def wake_expired(self, step: int) -> None:
         """Sequences that waited long enough for somebody else's prefix go back to the queue."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagewire.config import SchedulerConfig
-from pagewire.errors import ConfigError, DeadlineExceeded, InternalError, PagewireError, PromptTooLong
+from pagewire.errors import ConfigError, DeadlineExceeded, InternalError, PagewireError
 from pagewire.request.request import Request, TokenArray
 from pagewire.scheduler.admission import Admission
 from pagewire.scheduler.batch import NO_LIMIT, Batch
@@ -114,7 +114,7 @@ class Scheduler:
             Overloaded: the queue is full, or what was promised could not be kept.
         """
         n = request.params.n
-        self._check_fits(request)
+        self.admission.check_fits(request, self.max_len)
         if self.num_waiting + n > self.config.max_waiting and self.num_waiting > 0:
             raise self.promises.full(self.num_waiting, request, now_ns)
         terms = self.promises.terms(request, now_ns)
@@ -154,21 +154,6 @@ class Scheduler:
                 self._end(sequence, "length", now_ns)
             else:
                 self.waiting.push(sequence)
-
-    def _check_fits(self, request: Request) -> None:
-        total = request.prompt_ids.size + request.max_tokens
-        if total > self.max_len:
-            raise PromptTooLong(
-                f"{request.prompt_ids.size} prompt tokens and {request.max_tokens} new ones exceed the {self.max_len} "
-                "that this server can hold",
-                field="prompt_ids",
-            )
-        if request.params.n > self.batch.max_rows:
-            raise PromptTooLong(f"at most {self.batch.max_rows} sequences run at once", field="params.n")
-        if self.admission.num_blocks_to_start(request) > self.memory.num_usable:
-            raise PromptTooLong(
-                f"{request.params.n} continuations of this prompt need more KV memory than there is", field="params.n"
-            )
 
     def cancel(self, sequence: Sequence, now_ns: int) -> bool:
         """End it now; what it generated stays. False: it had ended."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from pagewire.errors import ConfigError
-from pagewire.scheduler.cost_model import Card, Coefficients, Shape
+from pagewire.scheduler.cost_prior import Card, Coefficients, Shape
 from pagewire.step.step import StepPlan
 
 Precision = Literal["bf16", "fp8"]
