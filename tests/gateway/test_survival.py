@@ -22,6 +22,7 @@ from pagewire_transport.messages import (
     Finish,
     Finished,
     Generate,
+    Pause,
     Resume,
     Timings,
     Tokens,
@@ -377,6 +378,17 @@ async def test_a_stream_that_waits_can_be_cancelled_and_cut(bench):
     bench.gateway.engine_ready(WELCOME)
     assert [(m.stream, m.usage.completion) for m in bench.of(Done)] == [(1, 3), (2, 2)]
     assert len(bench.gateway._upstream) == 0
+
+
+async def test_a_pause_goes_to_the_engine_and_ends_with_a_resume(bench):
+    engine = Engine(bench)
+    bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
+    engine.obey()
+    accepted = bench.of(Accepted)[0]
+    bench.client("a", Pause(stream=1))
+    bench.lose("a")
+    bench.client("b", Resume(stream=2, request_id=accepted.request_id, resume_key=accepted.resume_key))
+    assert [m.paused for m in bench.to_engine(Pause)] == [True, False]
 
 
 async def test_one_that_does_not_come_back_is_cancelled_and_one_that_says_goodbye_at_once(make_bench):

@@ -92,6 +92,12 @@ class FakeCore:
             return True
         return False
 
+    def pause(self, sequence):
+        sequence.is_paused = True
+
+    def resume(self, sequence):
+        sequence.is_paused = False
+
     def output(self, sequence, start=0, stop=None):
         return sequence.output[start:stop].copy()
 
@@ -125,7 +131,7 @@ class FakeCore:
                 sequence.first_scheduled_ns = now_ns
                 if sequence.choice == 0 and sequence.request.params.prompt_logprobs is not None:
                     outcome.prompt_logprobs.extend(prompt_rows(sequence))
-            more = min(count, sequence.request.max_tokens - begin)
+            more = 0 if sequence.is_paused else min(count, sequence.request.max_tokens - begin)
             if more > 0:
                 new = tokens(sequence.seed, more, begin)
                 sequence.output = np.concatenate([sequence.output, np.array(new, np.int32)]).astype(np.int32)

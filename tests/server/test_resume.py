@@ -19,6 +19,7 @@ from pagewire_transport.messages import (
     Finished,
     Generate,
     Goodbye,
+    Pause,
     PromptLogprobs,
     Replay,
     Resume,
@@ -216,6 +217,25 @@ async def test_log_probabilities_are_served_again_with_their_tokens():
             assert [v for c in columns for v in unpack("f", c.chosen)] == [logprob(5, i) for i in range(1, 6)]
             first.send(resume(accepted, [0], stream=7))
             assert any(isinstance(m, PromptLogprobs) for m in await read_until(first, is_done))
+
+
+async def test_a_pause_ends_with_its_opposite_or_a_resume():
+    async with serve() as server:
+        with RawPeer(server.endpoint) as peer:
+            await peer.hello()
+            accepted = await begin(server, peer, seed=5, max_tokens=6, n=2)
+            (first, _) = server.core.live.values()
+            for go_on in (Pause(stream=1, paused=False), resume(accepted, [0, 0], stream=2)):
+                peer.send(Pause(stream=1))
+                await until(lambda: first.is_paused)
+                before = first.num_output
+                server.core.step(2)
+                assert first.num_output == before
+                peer.send(go_on)
+                await until(lambda: not first.is_paused)
+                server.core.step(2)
+            server.core.step(2)
+            assert ids_of(await read_until(peer, is_done), 2) == (0, tokens(5, 6))
 
 
 async def test_a_recall_gives_back_what_a_gateway_needs():

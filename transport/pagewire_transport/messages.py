@@ -93,9 +93,8 @@ class Generate(_FromClient, tag="generate", frozen=True, kw_only=True):
     echo_text: bool = True
     """Gateway: send text beside token ids. False saves the detokenising where the client does it."""
     on_lag: OnLag = "coalesce"
-    """What happens when the client reads more slowly than tokens come, by more than the server's `max_lag_tokens`.
-    coalesce: it gets them later, in fewer messages. pause: none are generated until it has caught up. cancel: the stream
-    ends with the error `slow_reader`; it can be resumed, as after a lost connection."""
+    """What happens when the client reads more slowly than tokens come. coalesce: it gets them later, in fewer messages.
+    pause, cancel: reserved, and refused with the code `unsupported`; see the message `pause`."""
     resumable: bool = True
     """False: the stream ends with its connection, and nothing is kept of it."""
     replay: Replay | None = None
@@ -166,7 +165,9 @@ class Resume(_FromClient, tag="resume", frozen=True, kw_only=True):
 
 
 class Pause(_FromClient, tag="pause", frozen=True, kw_only=True):
-    """Generate nothing more for a stream for now, or go on with it. What was generated before is still sent."""
+    """Generate nothing more for a stream for now, or go on with it. What was generated before is still sent. A `resume`
+    goes on with it, too.
+    """
 
     stream: Stream
     paused: bool = True

@@ -101,6 +101,10 @@ class Core(Protocol):
 
     def finish_at(self, sequence: Sequence, at: int) -> bool: ...
 
+    def pause(self, sequence: Sequence) -> None: ...
+
+    def resume(self, sequence: Sequence) -> None: ...
+
     def output(self, sequence: Sequence, start: int = 0, stop: int | None = None) -> TokenArray: ...
 
     def stats(self) -> dict[str, float]: ...
@@ -231,12 +235,13 @@ class WireServer:
         if isinstance(message, Resume):
             self._resume(connection, message)
             return
-        if isinstance(message, Pause):
-            raise UnsupportedFeature("is not served here", field="t")
         stream = self._owned(connection, message.stream)
         if isinstance(message, Cancel):
             for choice in stream.choices:
                 self._core.cancel(choice.sequence)
+        elif isinstance(message, Pause):
+            for choice in stream.choices:
+                (self._core.pause if message.paused else self._core.resume)(choice.sequence)
         elif message.choice >= len(stream.choices):
             raise InvalidRequest(f"must be below n, {len(stream.choices)}", field="choice")
         else:
@@ -306,6 +311,8 @@ class WireServer:
             self._delivery.release(stream)
             before.connection.send(refusal(TakenOver("it was resumed over another connection"), number))
         self._survivors.taken(stream)
+        for choice in stream.choices:
+            self._core.resume(choice.sequence)  # who comes back may not know that it paused it
         self._delivery.give(stream, reader, message.stream, received)
         accepted = stream.accepted()
         if message.recall:

@@ -234,6 +234,9 @@ class Continuity:
             before.release(stream)
             before.connection.send(refusal(TakenOver("it was resumed over another connection"), number))
         self.survivors.taken(stream)
+        if stream.is_paused:
+            stream.is_paused = False
+            self._upstream.pause(stream, paused=False)
         stream.owner, stream.number = client, message.stream
         client.streams[message.stream] = stream
         stops = stream.asked.params.stop if stream.asked is not None else ()

@@ -246,8 +246,6 @@ class Gateway:
         Raises:
             PagewireError: it is refused; the door says so.
         """
-        if isinstance(message, Pause):
-            raise UnsupportedFeature("is not served here", field="t")
         client = self._clients.get(connection)
         if client is None:
             client = self._clients[connection] = Client(connection, self.pace, self._continuity.survivors.told)
@@ -258,6 +256,10 @@ class Gateway:
                 self._resume(client, message)
             elif isinstance(message, Cancel):
                 self._cancel(self._owned(client, message.stream))
+            elif isinstance(message, Pause):
+                stream = self._owned(client, message.stream)
+                stream.is_paused = message.paused
+                self._upstream.pause(stream, paused=message.paused)
             else:
                 self._finish(self._owned(client, message.stream), message)
         finally:

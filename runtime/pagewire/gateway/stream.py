@@ -233,6 +233,7 @@ class GatewayStream:
         recall: the `resume` that the engine is to answer, since this gateway does not know the stream.
         is_resuming: the engine was asked whether it still has it.
         is_cancelled: by its client.
+        is_paused: by its client; whoever resumes it goes on with it.
         num_deaths: engines that died under it, one after another, without giving it a token.
         has_moved: it got a token from this engine.
         is_suspect: the last engine died before it got a token from it.
@@ -256,6 +257,7 @@ class GatewayStream:
     recall: Resume | None = None
     is_resuming: bool = False
     is_cancelled: bool = False
+    is_paused: bool = False
     num_deaths: int = 0
     has_moved: bool = False
     is_suspect: bool = False

@@ -12,7 +12,7 @@ from pagewire.errors import PagewireError
 from pagewire.gateway.asked import request
 from pagewire.gateway.stream import GatewayStream
 from pagewire_transport.columns import pack
-from pagewire_transport.messages import MAX_STREAM, Cancel, Finish, FromClient, GetStats, Resume
+from pagewire_transport.messages import MAX_STREAM, Cancel, Finish, FromClient, GetStats, Pause, Resume
 
 
 class Upstream:
@@ -117,6 +117,11 @@ class Upstream:
         if stream.upstream is not None and stream.upstream in self._streams:
             self._tell(Cancel(stream=stream.upstream))
 
+    def pause(self, stream: GatewayStream, *, paused: bool) -> None:
+        """Let nothing be generated for it, or go on, if the engine has it."""
+        if stream.upstream is not None and stream.upstream in self._streams:
+            self._tell(Pause(stream=stream.upstream, paused=paused))
+
     def finish(self, stream: GatewayStream, choice: int, at: int) -> None:
         """Cut a choice after `at` tokens, if the engine has the stream."""
         if stream.upstream is not None and stream.upstream in self._streams:
@@ -126,7 +131,7 @@ class Upstream:
         """Ask for the engine's counters."""
         self._tell(GetStats())
 
-    def _tell(self, message: Cancel | Finish | GetStats) -> None:
+    def _tell(self, message: Cancel | Finish | Pause | GetStats) -> None:
         """A link that is closed or full takes nothing: then the engine is lost, and with it what this is about."""
         with contextlib.suppress(PagewireError):
             self._send(message)
