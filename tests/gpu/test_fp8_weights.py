@@ -134,7 +134,11 @@ def test_each_row_of_the_table(scratch, case):
 @pytest.mark.parametrize("m", [1, 16, 64, 128, 200])
 @pytest.mark.parametrize("sizes", [(6144, 4096, 4096, 14336), (1280, 8192, 1024, 3584)], ids=["8b", "slice70b"])
 def test_layers_in_a_graph_each_kernel_launched_while_the_one_before_ends(m, sizes):
-    """What stands around attention, three layers of it, by the table: beside the same steps by the oracle."""
+    """What stands around attention, three layers of it, by the table: bit for bit what each kernel gives where the card is
+    idle before it.
+
+    Beside an oracle in float32 such a chain differs by 8 % for its rounding alone, whose edges values fall off to either side.
+    """
     from pagewire_kernels.linear import gated_fp8, linear_fp8, scratch_for
     from pagewire_kernels.quantise import empty_rows, quantise, rms_norm_quantise
 
@@ -147,45 +151,44 @@ def test_layers_in_a_graph_each_kernel_launched_while_the_one_before_ends(m, siz
     norm = torch.rand(hidden, device=device).bfloat16() + 0.5
     first, begun = (torch.randn(m, hidden, device=device, dtype=torch.bfloat16) for _ in range(2))
     residual, dependent, bf16 = begun.clone(), scratch is not None, torch.bfloat16
-    results: dict[str, torch.Tensor] = {}
 
-    def work():
+    def work(pause):
         added = first
         for qkv, attn_out, mlp, down in layers:
             rows = empty_rows((m, hidden), device)
             rms_norm_quantise(rows, added, norm, 1e-5, residual, dependent=dependent)
+            pause()
             attended = linear_fp8(rows, *qkv, scratch, dtype=bf16)[:, :num_attended]
+            pause()
             rows = empty_rows((m, num_attended), device)
             quantise(rows, attended, dependent=dependent)
+            pause()
             projected = linear_fp8(rows, *attn_out, scratch, dtype=bf16)
+            pause()
             rows = empty_rows((m, hidden), device)
             rms_norm_quantise(rows, projected, norm, 1e-5, residual, dependent=dependent)
+            pause()
             gated = empty_rows((m, inner), device)
             gated_fp8(gated, rows, *mlp, scratch, dependent=dependent)
+            pause()
             added = linear_fp8(gated, *down, scratch, dtype=bf16)
-        results["added"] = added
+            pause()
+        return added
 
-    added, total = first.float(), begun.float()
-    for qkv, attn_out, mlp, down in layers:
-        total = (total + added).bfloat16().float()
-        attended = reference.linear_fp8(reference.rms_norm(total, norm.float(), 1e-5), *qkv)[:, :num_attended]
-        total = (total + reference.linear_fp8(attended.bfloat16(), *attn_out)).bfloat16().float()
-        wide = reference.linear_fp8(reference.rms_norm(total, norm.float(), 1e-5), *mlp)
-        added = reference.linear_fp8(reference.silu_mul(wide), *down)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        work()
-        stream.synchronize()
+        expected = work(stream.synchronize).clone()
+        total = residual.clone()
+        assert torch.isfinite(expected).all()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
-        work()
+        added = work(lambda: None)
         graph.capture_end()
         for _ in range(3):
             residual.copy_(begun)
-            results["added"].fill_(float("nan"))
+            added.fill_(float("nan"))
             graph.replay()
             stream.synchronize()
-            # Values on the edge between two of E4M3 fall to either side.
-            assert error(results["added"], added) < 0.06
-            assert error(residual, total) < 0.03
+            assert torch.equal(added, expected)
+            assert torch.equal(residual, total)
