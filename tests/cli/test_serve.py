@@ -132,7 +132,7 @@ async def test_kill_9_of_a_part_is_1_with_the_reason_and_streams_are_told(tempor
     async with _served(temporary, *_tiny(temporary), "--restart-max", "0") as (process, url):
         family = _family(process)
         (victim,) = (child for child in family if module in child.cmdline())
-        async with pagewire_client.connect(url) as client:
+        async with pagewire_client.connect(url, resume_timeout_s=0) as client:
             stream = client.generate([1, 2, 3], max_tokens=50_000, ignore_eos=True)
             await anext(stream)
             victim.kill()
