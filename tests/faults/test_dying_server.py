@@ -132,12 +132,12 @@ async def test_f1_a_step_that_never_ends(server, client):
     begun = time.monotonic()
     for open_one in (stream, hanging):
         with pytest.raises(EngineFailed, match=r"(forward|sample) of step \d+") as caught:
-            await asyncio.wait_for(open_one.result(), 5)
+            await asyncio.wait_for(open_one.result(), 20)
         assert caught.value.code == "engine_failed"
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 10  # 1 s on an idle machine
     with pytest.raises(Unavailable, match=r"of step \d+"):
         await client.generate(PROBE, max_tokens=1).result()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(10):
         while (await ready(server))[0] == 200:
             await asyncio.sleep(0.02)
     status, said = await ready(server)
@@ -183,11 +183,11 @@ async def test_both_at_once(server, client):
     stream = await running(client)
     for name in ("engine", "gateway"):
         server.part(name).kill()
-    await server.said("event=gateway_restarted", 15)
-    await server.said("event=engine_restarted", 15)
+    await server.said("event=gateway_restarted", 40)
+    await server.said("event=engine_restarted", 40)
     with pytest.raises(UnknownStream):
-        await asyncio.wait_for(stream.result(), 15)
-    await serves_again(client)
+        await asyncio.wait_for(stream.result(), 40)
+    await serves_again(client, 40)
 
 
 # ---- start and end -------------------------------------------------------------------------------------------------------

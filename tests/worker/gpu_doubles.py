@@ -71,9 +71,10 @@ class TorchOps:
 
     def __init__(self, decoder, memory, rows, max_step_tokens):
         self.decoder, self.memory, self.rows = decoder, memory, rows
-        self.windows, self.outgrown = decoder.windows(), set()
-        ropes = [layer.rope for layer in decoder.config.layers]
-        self.turns = {rope: decoder.turns(rope) for rope in set(ropes) - {None}}
+        if decoder is not None:  # sampling alone needs none
+            self.windows, self.outgrown = decoder.windows(), set()
+            ropes = [layer.rope for layer in decoder.config.layers]
+            self.turns = {rope: decoder.turns(rope) for rope in set(ropes) - {None}}
 
     def set_blocks(self, deltas, num_deltas):
         for row, col, block in deltas[: int(num_deltas)].tolist():
