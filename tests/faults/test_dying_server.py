@@ -29,8 +29,9 @@ QUICK = (
 PROBE = [5, 6, 7]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="module")
 async def server():
+    """One for each test: whoever sees death after death in a minute waits longer before each start."""
     async with served(*QUICK) as made:
         made.http = re.search(r" http=(\S+)", await made.said("event=gateway_ready"))[1]
         yield made
