@@ -11,8 +11,8 @@ import importlib
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
-_GC_THRESHOLDS: Final = (5_000, 20, 100)
-"""Young objects are looked at every 5,000 net allocations (about 0.2 ms), the whole heap practically never."""
+_GC_THRESHOLDS: Final = (5_000, 20, 20)
+"""Young objects are looked at every 5,000 net allocations (about 0.2 ms), the whole heap every two million."""
 
 _run: Any = asyncio.run
 with contextlib.suppress(ModuleNotFoundError):  # not built for every platform

@@ -119,10 +119,17 @@ class Survivors(Generic[Item]):
     Args:
         limits: of what is kept.
         end: ends an orphan whose time is over.
+        gone: told of each stream that is known no more, after `end`.
     """
 
-    def __init__(self, limits: Limits, end: Callable[[Item], None]) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        end: Callable[[Item], None],
+        gone: Callable[[Item], None] = lambda item: None,  # noqa: ARG005
+    ) -> None:
         self._end = end
+        self._gone = gone
         self._known: dict[str, _Known[Item]] = {}
         self._orphans: Keeper[str] = Keeper(**limits._asdict(), give_up=self._give_up_orphan)
         self._told: Keeper[str] = Keeper(**limits._asdict(), give_up=self.forget)
@@ -191,7 +198,9 @@ class Survivors(Generic[Item]):
     def forget(self, name: str) -> None:
         """It cannot be resumed any more. Idempotent."""
         self.take(name)
-        self._known.pop(name, None)
+        known = self._known.pop(name, None)
+        if known is not None:
+            self._gone(known.item)
 
     def expire(self, now_ns: int) -> None:
         """End and forget those whose time is over."""
@@ -204,9 +213,10 @@ class Survivors(Generic[Item]):
         self._told.clear()
 
     def _give_up_orphan(self, name: str) -> None:
-        item = self._known[name].item
-        self.forget(name)
+        self.take(name)
+        item = self._known.pop(name).item
         self._end(item)
+        self._gone(item)
 
     def _untell(self, name: str) -> None:
         reader = self._told_to.pop(name, None)

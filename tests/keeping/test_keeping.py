@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.keeping import Keeper, is_same_key
+from pagewire.engine.streams import Choice, Stream
+from pagewire.keeping import Keeper, Limits, Survivors, is_same_key
 
 GRACE_MS = 10
 OPERATIONS = st.lists(
@@ -57,3 +60,35 @@ def test_keys():
     assert not is_same_key("ab", "")
     assert not is_same_key("", "")
     assert not is_same_key("ab", "ä")
+
+
+def test_each_is_gone_once_however_it_went():
+    ended, gone = [], []
+    streams = Survivors(Limits(grace_ms=100, max_num=10, max_bytes=1000), ended.append, gone.append)
+    for name in ("told", "orphan", "forgotten", "read"):
+        streams.add(name, "key", name)
+    streams.tell("told", "reader", 1, 0)
+    streams.lose("orphan", 1, 0)
+    streams.forget("forgotten")
+    streams.forget("forgotten")
+    streams.expire(200_000_000)
+    assert ended == ["orphan"]
+    assert sorted(gone) == ["forgotten", "orphan", "told"]
+    assert "read" in streams
+
+
+def test_what_is_gone_needs_no_collector():
+    """Streams live for seconds: the collector would take them for old, and look at them practically never."""
+    streams = Survivors(Limits(grace_ms=100, max_num=10, max_bytes=1000), lambda stream: None, Stream.dissolve)
+    gc.collect()
+    gc.disable()
+    try:
+        stream = Stream(1, None, request=None)
+        stream.choices = [Choice(stream, index, None, index) for index in range(3)]
+        streams.add("one", "key", stream)
+        streams.tell("one", "reader", 1, 0)
+        del stream
+        streams.expire(200_000_000)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -85,6 +85,13 @@ class Stream:
     prompt_logprobs: PromptLogprobStore | None = None
     is_prompt_told: bool = False
 
+    def dissolve(self) -> None:
+        """It is known no more: it and its choices forget each other.
+
+        They live as long as the collector takes for old, and it looks at the old practically never (`tame_collector`).
+        """
+        self.choices = []
+
     @property
     def num_told(self) -> int:
         """Choices whose end was told."""

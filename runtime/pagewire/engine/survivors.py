@@ -32,7 +32,7 @@ class EngineSurvivors:
         self._delivery = delivery
         self.grace_ms = config.resume_grace_ms
         limits = Limits(config.resume_grace_ms, config.max_kept_streams, config.max_kept_bytes)
-        self._streams: Survivors[Stream] = Survivors(limits, delivery.drop)
+        self._streams: Survivors[Stream] = Survivors(limits, delivery.drop, Stream.dissolve)
         self._loop = asyncio.get_running_loop()
         self._tick_s = min(max(_LEAST_TICK_S, config.resume_grace_ms * 1e-3 / 4), _MOST_TICK_S)
         self._ticker: asyncio.TimerHandle | None = None
@@ -77,6 +77,7 @@ class EngineSurvivors:
         """It left its reader: all was sent, or it was dropped."""
         name = stream.request.request_id
         if not self._streams.has(name, stream):
+            stream.dissolve()
             return
         if all(choice.is_told for choice in stream.choices):
             self._streams.tell(name, reader, stream.num_kept_bytes, time.monotonic_ns())
