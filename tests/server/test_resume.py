@@ -370,3 +370,17 @@ def test_whatever_happens_every_token_comes_once(moves):
             peer.close()
 
     asyncio.run(run())
+
+
+async def test_a_stream_that_is_forgotten_goes_on_for_its_reader():
+    async with serve() as server:
+        with RawPeer(server.endpoint) as peer:
+            await peer.hello()
+            accepted = await begin(server, peer, max_tokens=4, seed=1)
+            server._survivors._streams.forget(accepted.request_id)
+            server.check_invariants()
+            server.core.step(10)
+            messages = await read_until(peer, is_done)
+            assert ids_of(messages) == (0, tokens(1, 4))
+            server.check_invariants()
+            assert server.num_streams == 0

@@ -32,7 +32,7 @@ class EngineSurvivors:
         self._delivery = delivery
         self.grace_ms = config.resume_grace_ms
         limits = Limits(config.resume_grace_ms, config.max_kept_streams, config.max_kept_bytes)
-        self._streams: Survivors[Stream] = Survivors(limits, delivery.drop, Stream.dissolve)
+        self._streams: Survivors[Stream] = Survivors(limits, delivery.drop, _dissolve)
         self._loop = asyncio.get_running_loop()
         self._tick_s = min(max(_LEAST_TICK_S, config.resume_grace_ms * 1e-3 / 4), _MOST_TICK_S)
         self._ticker: asyncio.TimerHandle | None = None
@@ -111,3 +111,9 @@ class EngineSurvivors:
         self._streams.check_invariants()
         for stream in self._streams.orphans:
             assert stream.reader is None
+
+
+def _dissolve(stream: Stream) -> None:
+    """The stream cannot be resumed any more; one that still has a reader goes on until it is over."""
+    if stream.reader is None:
+        stream.dissolve()
