@@ -385,6 +385,25 @@ class TestPause:
         harness.run()
         assert result(harness, junior) == expected(junior.request.prompt_ids.tolist(), 1, 20)
 
+    @pytest.mark.parametrize("short", ["rows", "blocks"])
+    def test_a_paused_sequence_gives_way_to_whoever_waits_as_often_as_it_takes(self, short):
+        """Also a senior one, and beyond `max_preemptions`: what nobody reads must not hold up what is read (F18)."""
+        few = {"max_rows": 1} if short == "rows" else {"num_blocks": 14}
+        harness = Harness(**few, max_len=60, max_preemptions=1)
+        paused = harness.submit(prompt_without_stop(8, 0, 40), max_tokens=40)[0]
+        for round_ in range(3):
+            while paused.num_output < 12 * (round_ + 1):
+                harness.step()
+            harness.scheduler.pause(paused)
+            other = harness.submit(prompt_without_stop(30, round_, 20, base=99), max_tokens=20, seed=round_)[0]
+            for _ in range(40):
+                harness.step()
+            assert not other.is_live
+            assert paused.state is SequenceState.PREEMPTED
+            harness.scheduler.resume(paused)
+        harness.run()
+        assert result(harness, paused) == expected(paused.request.prompt_ids.tolist(), 0, 40)
+
 
 class TestLimits:
     def test_a_full_queue_refuses(self):

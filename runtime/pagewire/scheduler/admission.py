@@ -16,7 +16,7 @@ from pagewire.scheduler.pacing import Pacer
 from pagewire.scheduler.prefix_waits import PrefixWaits
 from pagewire.scheduler.promises import Promises
 from pagewire.scheduler.sequence import Sequence, SequenceState
-from pagewire.scheduler.victims import choose_victim
+from pagewire.scheduler.victims import choose_paused, choose_victim
 from pagewire.scheduler.waiting import WaitingQueue
 
 WATERMARK = 0.01
@@ -46,7 +46,7 @@ class Admission:
         self._promises = promises
         self._config = config
         self._watermark = int(memory.num_usable * WATERMARK)
-        self._refused: tuple[int, int, int] | None = None
+        self._refused: tuple[int, ...] | None = None
         self.num_hit_tokens = 0
         self.num_prompt_tokens = 0
         self.num_recomputed_tokens = 0
@@ -102,8 +102,7 @@ class Admission:
                 return None
             if pacer.is_active and not pacer.has_room_for(sequence, self._departures.prefilling):
                 return None
-            stamp = (sequence.order, self._memory.num_available, self._memory.tree.version)
-            if stamp == self._refused:
+            if self._stamp(sequence) == self._refused:
                 return None
             known = sequence.known_ids()
             wants_prompt_logprobs = sequence.request.params.prompt_logprobs is not None
@@ -121,6 +120,10 @@ class Admission:
             return None
         return None
 
+    def _stamp(self, sequence: Sequence) -> tuple[int, ...]:
+        """While it is the same, whoever was refused is refused again."""
+        return sequence.order, self._memory.num_available, self._memory.tree.version, self._batch.num_paused
+
     def _take_blocks(self, sequence: Sequence, known: TokenArray, match: Match, draft: Draft, now_ns: int) -> bool:
         """Blocks for what is known of it, and a row; or nothing."""
         blocks = self._memory.acquire(sequence, match)
@@ -128,7 +131,7 @@ class Admission:
         need = self._memory.blocks_for(known.size) - blocks.size
         if not self._can_spare(sequence, need + num_tails):
             self._memory.release(sequence, known[:0], blocks)
-            self._refused = (sequence.order, self._memory.num_available, self._memory.tree.version)
+            self._refused = self._stamp(sequence)
             self._preempt_for(sequence, draft)
             return False
         fresh = self._memory.try_take(need + num_tails)
@@ -177,7 +180,16 @@ class Admission:
         return spare >= int(total.sum()) + own
 
     def _preempt_for(self, sequence: Sequence, draft: Draft) -> None:
-        """A waiting sequence of higher priority takes the place of one of lower priority, never of an equal."""
+        """A waiting sequence takes the place of one of lower priority, never of an equal; of a paused one in any case.
+
+        That one is back when its reader is, so however often it was preempted, nothing is preempted for ever.
+        """
+        if self._batch.num_paused:
+            paused = None if self._departures.num_promised_blocks else choose_paused(self._batch)
+            if paused is not None:
+                self._departures.preempt(paused, draft)
+                self._refused = None
+            return
         if min(self._batch.num_by_priority, default=0) >= sequence.request.priority:
             return  # nobody to take a place of: no need to look at every row
         if self._departures.num_promised_blocks:

@@ -93,6 +93,7 @@ class Batch:
         # Lowest row first: a small batch stays at the front of every array.
         self.num_placed = 0
         self.num_by_priority: dict[int, int] = {}  # placed ones
+        self.num_paused = 0  # placed ones whose state that is; changed by `set_paused` and `detach`
         self.num_departures = 0
         self._high = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -101,6 +102,11 @@ class Batch:
         """Whether `rows` take part in the next decode steps."""
         self.decodes[rows] = value
         self._decode_set = None
+
+    def set_paused(self, sequence: Sequence, value: bool) -> None:  # noqa: FBT001  (as `set_decodes`)
+        """Whether a placed sequence, whose prompt is computed, is PAUSED or RUNNING."""
+        sequence.state = SequenceState.PAUSED if value else SequenceState.RUNNING
+        self.num_paused += 1 if value else -1
 
     def start_decoding(self, row: int, room: int) -> None:
         """From the next plan on, `row` decodes; it may have `room` tokens more."""
@@ -197,6 +203,7 @@ class Batch:
         self.epoch[row] += 1
         self.num_departures += 1
         self.num_placed -= 1
+        self.num_paused -= sequence.state is SequenceState.PAUSED
         priority = sequence.request.priority
         self.num_by_priority[priority] -= 1
         if not self.num_by_priority[priority]:
@@ -216,6 +223,7 @@ class Batch:
         assert len(free) == len(self._free_rows)
         placed = [sequence.request.priority for sequence in self.sequences if sequence is not None]
         assert self.num_placed == len(placed)
+        assert self.num_paused == sum(s.state is SequenceState.PAUSED for s in self.sequences if s is not None)
         assert self.num_by_priority == {priority: placed.count(priority) for priority in placed}
         for row, sequence in enumerate(self.sequences):
             if sequence is None:

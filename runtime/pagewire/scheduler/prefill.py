@@ -109,7 +109,9 @@ class Prefill:
     def _start_decoding(self, sequence: Sequence, chunk: int) -> None:
         batch, row = self._batch, sequence.row
         self._drafts.current.sample(chunk, row)
-        sequence.state = SequenceState.PAUSED if sequence.is_paused else SequenceState.RUNNING
+        sequence.state = SequenceState.RUNNING
+        if sequence.is_paused:
+            batch.set_paused(sequence, True)
         room = int(batch.limit[row] - batch.num_known[row]) - 1
         self._in_flight.planning_last |= room == 0
         if room > 0 and not sequence.is_paused:

@@ -173,7 +173,7 @@ class Scheduler:
             return
         sequence.is_paused = True
         if sequence.state is SequenceState.RUNNING:
-            sequence.state = SequenceState.PAUSED
+            self.batch.set_paused(sequence, True)
             self.batch.set_decodes(sequence.row, False)
         elif sequence.row == NO_ROW and sequence.leader is None:
             self.waiting.remove(sequence)
@@ -186,7 +186,7 @@ class Scheduler:
             return
         sequence.is_paused = False
         if sequence.state is SequenceState.PAUSED:
-            sequence.state = SequenceState.RUNNING
+            self.batch.set_paused(sequence, False)
             row = sequence.row
             room = int(self.batch.limit[row] - self.batch.num_scheduled[row]) - 1
             if room > 0 and not sequence.is_leaving:

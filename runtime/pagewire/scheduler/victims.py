@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagewire.scheduler.batch import Batch
-from pagewire.scheduler.sequence import Sequence
+from pagewire.scheduler.sequence import Sequence, SequenceState
 
 
 def choose_victim(batch: Batch, requester: Sequence, max_preemptions: int) -> Sequence | None:
@@ -15,6 +15,12 @@ def choose_victim(batch: Batch, requester: Sequence, max_preemptions: int) -> Se
     """
     juniors = [s for s in batch.sequences if s is not None and not s.is_leaving and s.is_junior_to(requester)]
     return min(juniors, key=lambda s: _cost(batch, s, max_preemptions), default=None)
+
+
+def choose_paused(batch: Batch) -> Sequence | None:
+    """The paused sequence that gives way to whoever waits, senior or not: nobody reads what it would compute. O(rows)."""
+    paused = [s for s in batch.sequences if s is not None and s.state is SequenceState.PAUSED and not s.is_leaving]
+    return min(paused, key=lambda s: _cost(batch, s, 0), default=None)
 
 
 def _cost(batch: Batch, sequence: Sequence, max_preemptions: int) -> tuple[int, bool, bool, int, int]:
