@@ -19,7 +19,7 @@ from report import Report
 
 from kernels import BLOCK, DEVICE, DTYPE, MODELS, SCALE, D, paged
 from pagewire_kernels.activation import silu_mul
-from pagewire_kernels.decode_plan import STRAIGHT_ROWS, DecodePlan, plan_decode, straight_tiling
+from pagewire_kernels.decode_plan import DecodePlan, DecodeTiling, plan_decode
 from pagewire_kernels.kv_write import rope_write_kv
 from pagewire_kernels.paged_decode import paged_decode
 from pagewire_kernels.paged_prefill import LONG, SHORT, PrefillPlan, paged_prefill, plan_prefill
@@ -48,9 +48,12 @@ class Weights:
 
 
 class Chain:
-    """The layers for `rows` sequences that decode at `context`, and for a prompt of `chunk` tokens; either may be none."""
+    """The layers for `rows` sequences that decode at `context`, and for a prompt of `chunk` tokens; either may be none.
 
-    def __init__(self, weights: Weights, rows: int, context: int, chunk: int) -> None:
+    Decode attention is laid out for `num_sms` multiprocessors.
+    """
+
+    def __init__(self, weights: Weights, rows: int, context: int, chunk: int, num_sms: int) -> None:
         self.weights, self.rows, self.chunk = weights, rows, chunk
         lens = [context] * rows + [chunk] * bool(chunk)
         self.kv, self.tables = paged(lens, KV_HEADS, len(weights.layers))
@@ -65,8 +68,8 @@ class Chain:
         self.slots = (self.tables[row, position // BLOCK] * BLOCK + position % BLOCK).int()
         self.starts = torch.tensor([0, chunk], dtype=torch.int32, device=DEVICE)
         shape = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "device": DEVICE}
-        straight = straight_tiling(DTYPE, D, HEADS // KV_HEADS, DEVICE) if rows >= STRAIGHT_ROWS else None
-        self.decode_plan = DecodePlan(max_rows=max(1, rows), head_dim=D, tiling=straight, **shape)
+        programs = DecodeTiling(num_programs=2 * num_sms)
+        self.decode_plan = DecodePlan(max_rows=max(1, rows), head_dim=D, tiling=programs, **shape)
         tiling = LONG if chunk >= LONG_CHUNK else SHORT
         self.prefill_plan = PrefillPlan(max_tokens=max(1, chunk), max_rows=1, tiling=tiling, **shape)
 
@@ -186,8 +189,9 @@ class Experiment:
         self.report.add(f"{way}, {case}", "itl", itl, "ms")
         self.report.add(f"{way}, {case}", "prefill", rate, "tok/s")
 
-    def chain(self, rows: int, chunk: int) -> Chain:
-        return Chain(self.weights, rows, self.given.context, chunk)
+    def chain(self, rows: int, chunk: int, num_sms: int = 0) -> Chain:
+        num_sms = num_sms or torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        return Chain(self.weights, rows, self.given.context, chunk, num_sms)
 
     def same_steps(self) -> None:
         """Mixed steps by size of the chunk."""
@@ -199,8 +203,8 @@ class Experiment:
         """By multiprocessors of prefill."""
         for num in PARTS:
             small, large = split(num)
-            decode = Lane(self.chain(self.given.rows, 0), large.stream)
-            prefill = Lane(self.chain(0, PARTITION_CHUNK), small.stream)
+            decode = Lane(self.chain(self.given.rows, 0, large.num_sms), large.stream)
+            prefill = Lane(self.chain(0, PARTITION_CHUNK, small.num_sms), small.stream)
             itl, time = beside(decode, prefill)
             case = f"{small.num_sms} of {small.num_sms + large.num_sms}"
             self.report.add(f"partitions, {case}", "itl_alone", decode.alone * self.factor, "ms")
