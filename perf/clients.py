@@ -80,8 +80,8 @@ async def chat(client: Client, job: Job, requests: list[Request], begin: float) 
         before = await client.stats() if job.part == 0 else {}
         await _sleep_until(high)
         answer.cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
-        after = await client.stats() if job.part == 0 else {}
-        answer.stats = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        answer.state = await client.stats() if job.part == 0 else {}
+        answer.stats = {name: value - before.get(name, 0.0) for name, value in answer.state.items()}
 
     await _sleep_until(begin)
     watcher = asyncio.create_task(watch())
@@ -95,7 +95,8 @@ async def chat(client: Client, job: Job, requests: list[Request], begin: float) 
 
 
 def _closed_requests(job: Job) -> itertools.islice[Request]:
-    return itertools.islice(chat_requests(chat_lengths(_LENGTHS), job.vocab_size), job.part, None, job.parts)
+    requests = chat_requests(chat_lengths(_LENGTHS, job.seed), job.vocab_size, seed=1 + job.seed)
+    return itertools.islice(requests, job.part, None, job.parts)
 
 
 def draw(job: Job) -> list[Request]:
@@ -104,7 +105,8 @@ def draw(job: Job) -> list[Request]:
         return list(itertools.islice(_closed_requests(job), _STOCK // job.parts))
     if job.kind == "poisson":
         seconds = poisson_seconds(job.ramp, job.seconds)
-        every = poisson_requests(chat_lengths(_LENGTHS), job.rate, seconds, job.vocab_size)
+        lengths = chat_lengths(_LENGTHS, job.seed)
+        every = poisson_requests(lengths, job.rate, seconds, job.vocab_size, seed=2 + job.seed)
         return list(itertools.islice(every, job.part, None, job.parts))
     rng = random.Random(3)
     prompts = [

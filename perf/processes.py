@@ -112,6 +112,8 @@ class Job(msgspec.Struct, kw_only=True):
     max_tokens: int = 200
     namespace: str = ""
     """Cases must not find each other's prompts in the prefix cache."""
+    seed: int = 0
+    """0: the lengths, prompts and arrivals that others were measured with."""
     part: int = 0
     parts: int = 1
 
@@ -131,6 +133,7 @@ class Answer(msgspec.Struct, kw_only=True):
         pauses: (begin, seconds, generation) of its garbage collections.
         messages: (when, streams) of each message with tokens, as it came from the socket.
         stats: what the engine's counters grew by in the window; of part 0.
+        state: its counters and gauges at the end of the window; of part 0.
     """
 
     served: list[Served]
@@ -139,6 +142,7 @@ class Answer(msgspec.Struct, kw_only=True):
     pauses: list[tuple[float, float, int]] = []
     messages: list[tuple[float, int]] = []
     stats: dict[str, float] = {}
+    state: dict[str, float] = {}
 
 
 class Clients:
