@@ -20,7 +20,6 @@ import hmac
 import os
 import re
 import secrets
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -30,13 +29,13 @@ from typing import Final
 import msgspec
 
 from pagewire.errors import ConfigError
+from pagewire_transport.watched_file import OTHERS_WRITE, WatchedFile, read_private
 
 PREFIX: Final = "pw_"
 _RANDOM_BYTES: Final = 32
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _LARGEST_FILE: Final = 16 * 2**20
-_OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -81,10 +80,7 @@ class KeySet:
 
 
 class KeyFile:
-    """The keys of a file as it is now: a key that is revoked or added counts at once, without a restart.
-
-    Costs one `stat` a check. A file that is gone or damaged takes nobody in; `problem` then says why.
-    """
+    """The keys of a file as it is now; one that is gone or damaged takes nobody in."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read it.
@@ -92,21 +88,16 @@ class KeyFile:
         Raises:
             ConfigError: as `load`.
         """
-        self.path = Path(path).expanduser()
-        self.problem: str | None = None
-        self._seen = self._identity()
-        self._keys = load(self.path)
+        self._file: WatchedFile[KeySet] = WatchedFile(path, load, KeySet())
+
+    @property
+    def problem(self) -> str | None:
+        """Why it takes nobody in."""
+        return self._file.problem
 
     def check(self, presented: str) -> str | None:
         """As `KeySet.check`, on the file's present contents."""
-        now = self._identity()
-        if now != self._seen:
-            self._seen = now
-            try:
-                self._keys, self.problem = load(self.path), None
-            except ConfigError as error:
-                self._keys, self.problem = KeySet(), error.message
-        return self._keys.check(presented)
+        return self._file.contents().check(presented)
 
     def reload(self) -> int:
         """Read it whether it changed or not; how many keys it has.
@@ -114,18 +105,7 @@ class KeyFile:
         Raises:
             ConfigError: it is damaged, and takes nobody in.
         """
-        self._seen = None
-        self.check("")
-        if self.problem is not None:
-            raise ConfigError(self.problem)
-        return len(self._keys)
-
-    def _identity(self) -> tuple[int, int, int, int] | None:
-        try:
-            status = self.path.stat()
-        except OSError:
-            return None
-        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+        return len(self._file.reload())
 
 
 def load(path: str | os.PathLike[str]) -> KeySet:
@@ -135,15 +115,13 @@ def load(path: str | os.PathLike[str]) -> KeySet:
         ConfigError: it cannot be read, others may write it, or a line is no key; the line is named.
     """
     path = Path(path).expanduser()
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & _OTHERS_WRITE:
-                raise ConfigError(f"others may write {path}, and so let themselves in: chmod 600 {path}")
-            data = file.read(_LARGEST_FILE + 1)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; `pagewire keys new NAME` makes a key") from None
-    if len(data) > _LARGEST_FILE:
-        raise ConfigError(f"{path} has more than {_LARGEST_FILE} bytes; is it the file of keys?")
+    data = read_private(
+        path,
+        most_bytes=_LARGEST_FILE,
+        forbidden=OTHERS_WRITE,
+        because="let themselves in",
+        hint="; `pagewire keys new NAME` makes a key",
+    )
     keys: list[Key] = []
     for number, line in enumerate(data.splitlines(), start=1):
         if line.strip():

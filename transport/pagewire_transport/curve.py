@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from pagewire_transport.errors import ConfigError
+from pagewire_transport.watched_file import OTHERS_READ, OTHERS_WRITE, WatchedFile, read_private
 
 ZAP_DOMAIN: Final = b"pagewire"
 USER: Final = "User-Id"
@@ -33,8 +33,6 @@ _ZAP_VERSION: Final = b"1.0"
 _KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _KEY_BYTES: Final = 32
 _LARGEST_FILE: Final = 4 * 2**20
-_OTHERS_READ: Final = stat.S_IRWXG | stat.S_IRWXO
-_OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,9 +74,7 @@ def load_key_pair(path: str | os.PathLike[str]) -> KeyPair:
         ConfigError: it cannot be read, others may read it, it holds no keys, or they do not belong together.
     """
     path = Path(path).expanduser()
-    data, mode = _read(path)
-    if mode & _OTHERS_READ:
-        raise ConfigError(f"others may read {path}, and so the secret in it: chmod 600 {path}")
+    data = read_private(path, most_bytes=_LARGEST_FILE, forbidden=OTHERS_READ, because="the secret in it")
     try:
         pair = msgspec.json.decode(data, type=KeyPair)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -95,9 +91,7 @@ def load_allowed(path: str | os.PathLike[str]) -> dict[str, Allowed]:
         ConfigError: the file cannot be read, others may write it, or a line is none; the line is named.
     """
     path = Path(path).expanduser()
-    data, mode = _read(path)
-    if mode & _OTHERS_WRITE:
-        raise ConfigError(f"others may write {path}, and so let themselves in: chmod 600 {path}")
+    data = read_private(path, most_bytes=_LARGEST_FILE, forbidden=OTHERS_WRITE, because="let themselves in")
     out: dict[str, Allowed] = {}
     for number, line in enumerate(data.splitlines(), start=1):
         if not line.strip():
@@ -114,24 +108,8 @@ def load_allowed(path: str | os.PathLike[str]) -> dict[str, Allowed]:
     return out
 
 
-def _read(path: Path) -> tuple[bytes, int]:
-    """What a file holds, and its mode."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_FILE + 1)
-            mode = os.fstat(file.fileno()).st_mode
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) > _LARGEST_FILE:
-        raise ConfigError(f"{path} has more than {_LARGEST_FILE} bytes; is it the file of keys?")
-    return data, mode
-
-
 class AllowList:
-    """An allow-list as its file is now. Costs one `stat` a look.
-
-    A file that is gone or damaged lets nobody in; `problem` then says why.
-    """
+    """An allow-list as its file is now; one that is gone or damaged lets nobody in."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read it.
@@ -139,21 +117,16 @@ class AllowList:
         Raises:
             ConfigError: as `load_allowed`.
         """
-        self.path = Path(path).expanduser()
-        self.problem: str | None = None
-        self._seen = self._identity()
-        self._allowed = load_allowed(self.path)
+        self._file: WatchedFile[dict[str, Allowed]] = WatchedFile(path, load_allowed, {})
+
+    @property
+    def problem(self) -> str | None:
+        """Why it lets nobody in."""
+        return self._file.problem
 
     def name_of(self, public: str) -> str | None:
         """Whose key this is; None: nobody's."""
-        now = self._identity()
-        if now != self._seen:
-            self._seen = now
-            try:
-                self._allowed, self.problem = load_allowed(self.path), None
-            except ConfigError as error:
-                self._allowed, self.problem = {}, error.message
-        entry = self._allowed.get(public)
+        entry = self._file.contents().get(public)
         return entry.name if entry is not None else None
 
     def reload(self) -> int:
@@ -162,18 +135,7 @@ class AllowList:
         Raises:
             ConfigError: it is damaged, and lets nobody in.
         """
-        self._seen = None
-        self.name_of("")
-        if self.problem is not None:
-            raise ConfigError(self.problem)
-        return len(self._allowed)
-
-    def _identity(self) -> tuple[int, int, int, int] | None:
-        try:
-            status = self.path.stat()
-        except OSError:
-            return None
-        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+        return len(self._file.reload())
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class Batch:
         self.decodes[rows] = value
         self._decode_set = None
 
-    def set_paused(self, sequence: Sequence, value: bool) -> None:  # noqa: FBT001  (as `set_decodes`)
+    def set_paused(self, sequence: Sequence, value: bool) -> None:
         """Whether a placed sequence, whose prompt is computed, is PAUSED or RUNNING."""
         sequence.state = SequenceState.PAUSED if value else SequenceState.RUNNING
         self.num_paused += 1 if value else -1
