@@ -156,7 +156,8 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
         int, msgspec.Meta(ge=0, description="how long streams of a lost client can be resumed; 0: they end with it")
     ] = 30_000
     replay_timeout_ms: Annotated[
-        int, msgspec.Meta(ge=0, description="how long streams of a lost engine wait for the next one; 0: they end")
+        int,
+        msgspec.Meta(ge=0, description="how long streams of a lost engine or gateway wait for the next one; 0: not"),
     ] = 60_000
     max_kept_streams: Annotated[
         int, msgspec.Meta(ge=1, description="streams kept for lost clients at most; the oldest goes first")
@@ -170,7 +171,12 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
         int, msgspec.Meta(ge=0, description="restarts of a part that dies again and again; 0: a death ends the server")
     ] = 5
     restart_backoff_ms: Annotated[
-        int, msgspec.Meta(ge=1, description="wait before a restart; doubled by each that follows, up to 30 s")
+        int,
+        msgspec.Meta(
+            ge=1,
+            description="wait before a restart; doubled while a part dies within 5 s of service, up to 30 s, "
+            "and to a quarter of the time for which streams are kept",
+        ),
     ] = 500
     stall_restart_ms: Annotated[
         int, msgspec.Meta(ge=0, description="an engine that stalls for so long is ended and restarted; 0: never")

@@ -91,6 +91,37 @@ def is_same_key(one: str, other: str) -> bool:
     return bool(one) and hmac.compare_digest(one.encode(), other.encode())
 
 
+class GraceClock:
+    """Time that stands still while nobody is there who could come back: grace is for those who can.
+
+    Args:
+        most_ms: so long it stands still at a stretch; then it goes on, so that nothing is kept for ever.
+    """
+
+    def __init__(self, most_ms: int) -> None:
+        self._most_ns = most_ms * 1_000_000
+        self._stood_ns = 0
+        self._left_ns = self._most_ns
+        self._looked_ns: int | None = None
+        self._was_anybody = True
+
+    def look(self, now_ns: int, *, is_anybody: bool) -> int:
+        """The time that has passed for them, ns. Until the next look it goes on, or not, as `is_anybody` says.
+
+        Args:
+            now_ns: never less than at the last look.
+            is_anybody: somebody is there now.
+        """
+        if not self._was_anybody and self._looked_ns is not None:
+            stood_ns = min(now_ns - self._looked_ns, self._left_ns)
+            self._stood_ns += stood_ns
+            self._left_ns -= stood_ns
+        if is_anybody:
+            self._left_ns = self._most_ns
+        self._looked_ns, self._was_anybody = now_ns, is_anybody
+        return now_ns - self._stood_ns
+
+
 class Limits(NamedTuple):
     """What may be kept, of those without a reader and of those that are over, each."""
 

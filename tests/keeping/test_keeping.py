@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.engine.streams import Choice, Stream
-from pagewire.keeping import Keeper, Limits, Survivors, is_same_key
+from pagewire.keeping import GraceClock, Keeper, Limits, Survivors, is_same_key
 
 GRACE_MS = 10
 OPERATIONS = st.lists(
@@ -76,6 +76,15 @@ def test_each_is_gone_once_however_it_went():
     assert ended == ["orphan"]
     assert sorted(gone) == ["forgotten", "orphan", "told"]
     assert "read" in streams
+
+
+def test_grace_stands_still_while_nobody_is_there_and_not_for_ever():
+    clock = GraceClock(most_ms=50)
+    ms = 1_000_000
+    looks = [(10, True), (100, False), (130, True), (140, False), (170, False), (200, False), (220, True), (230, False)]
+    told = [clock.look(now * ms, is_anybody=is_anybody) // ms for now, is_anybody in looks]
+    assert told == [10, 100, 100, 110, 110, 120, 140, 150], "30 ms of the first absence, 50 of 80 of the second"
+    assert clock.look(270 * ms, is_anybody=True) // ms == 150, "the next has its own"
 
 
 class Carried:

@@ -131,6 +131,35 @@ async def test_a_resume_takes_the_stream_from_a_connection_that_seems_alive():
             assert (await first.read()).code == "unknown_stream"
 
 
+async def test_no_grace_passes_while_nobody_is_there_who_could_come_back():
+    """A gateway may take longer to start than streams are kept for a client."""
+    async with serve(resume_grace_ms=40, replay_timeout_ms=10_000) as server:
+        with RawPeer(server.endpoint) as first:
+            await first.hello()
+            accepted = await begin(server, first, seed=5, max_tokens=10)
+        await orphaned(server)
+        had = server.core.live
+        await asyncio.sleep(0.3)
+        assert server.core.live == had
+        with RawPeer(server.endpoint) as second, RawPeer(server.endpoint) as third:
+            await second.hello()
+            second.send(resume(accepted))
+            assert isinstance(await second.read(), Accepted)
+            second.close()
+            await orphaned(server)
+            await third.hello()
+            await until(lambda: not server.core.live)  # it could have
+
+
+async def test_not_even_nobody_is_waited_for_for_ever():
+    async with serve(resume_grace_ms=40, replay_timeout_ms=80) as server:
+        with RawPeer(server.endpoint) as first:
+            await first.hello()
+            await begin(server, first, seed=5, max_tokens=10)
+        await orphaned(server)
+        await until(lambda: not server.core.live)
+
+
 @pytest.mark.parametrize("wrong", ["id", "key", "no key", "expired", "goodbye", "cancelled by drain"])
 async def test_a_refusal_does_not_tell_what_is_wrong(wrong):
     async with serve(resume_grace_ms=40 if wrong == "expired" else 10_000) as server:

@@ -388,7 +388,7 @@ async def test_slots_are_reused_at_once():
 @pytest.mark.parametrize("how", ["goodbye", "closed", "silent", "hello again"])
 async def test_a_lost_clients_streams_are_cancelled(how):
     """F12, F15: whatever the way, its sequences end, at the latest after the grace, and nothing of it stays."""
-    async with serve(heartbeat_ms=20, heartbeat_timeout_ms=150, resume_grace_ms=100) as server:
+    async with serve(heartbeat_ms=20, heartbeat_timeout_ms=150, resume_grace_ms=100, replay_timeout_ms=0) as server:
         peer = await RawPeer(server.endpoint, identity=b"me").hello()
         await peer.generate(1, max_tokens=1000, n=2)
         await until(lambda: server.core.live)

@@ -208,7 +208,7 @@ async def _stopped_client(child):
 
 async def test_a_killed_clients_streams_end(child):
     """F15: kill -9, no goodbye."""
-    async with serve(resume_grace_ms=100) as server:
+    async with serve(resume_grace_ms=100, replay_timeout_ms=0) as server:
         process = child(server.endpoint)
         await until(lambda: len(server.core.live) == 8, timeout=20)
         process.kill()

@@ -14,7 +14,7 @@ import pytest
 from pagewire.errors import EngineFailed
 from pagewire.supervisor import server as supervisor
 from pagewire.supervisor.liveness import Limits, Liveness
-from pagewire.supervisor.restarts import HEALTHY_S, LONGEST_S, Restarts
+from pagewire.supervisor.restarts import HEALTHY_S, LONGEST_S, SETTLED_S, Restarts, longest_wait_s
 from pagewire.supervisor.server import serve
 
 
@@ -64,6 +64,25 @@ def test_a_part_that_served_long_has_recovered():
     restarts = Restarts(2, 0.5)
     assert [restarts.next_delay_s(served) for served in (0, 0, HEALTHY_S, 0, 0)] == [0.5, 1.0, 0.5, 1.0, None]
     assert restarts.num_total == 4
+
+
+def test_a_part_that_had_served_is_started_again_without_delay_however_often_it_dies():
+    restarts = Restarts(100, 0.5)
+    assert [restarts.next_delay_s(served) for served in (0, 1, SETTLED_S, SETTLED_S, 1, 20)] == [
+        0.5, 1.0, 0.5, 0.5, 1.0, 0.5,
+    ]  # fmt: skip
+    few = Restarts(2, 0.5)
+    assert [few.next_delay_s(SETTLED_S) for _ in range(3)] == [0.5, 0.5, None], "they count towards the limit"
+
+
+def test_no_wait_is_as_long_as_streams_are_kept():
+    """Else nobody is there in time whom they could be resumed with."""
+    assert longest_wait_s(30_000, 60_000) == 7.5
+    assert longest_wait_s(30_000, 2000) == 0.5
+    assert longest_wait_s(0, 0) == longest_wait_s(10**9, 0) == LONGEST_S
+    restarts = Restarts(100, 0.5, longest_wait_s(30_000, 60_000))
+    assert max(restarts.next_delay_s(0) for _ in range(100)) == 7.5
+    assert Restarts(1, 0.5, 0.125).next_delay_s(0) == 0.5, "never less than what was asked for"
 
 
 def test_a_gap_that_we_slept_through_is_nobodys_silence():

@@ -136,6 +136,11 @@ class Door:
         self._blocked.clear()
         await self._socket.close()
 
+    @property
+    def num_connections(self) -> int:
+        """Peers that were welcomed and are not lost."""
+        return len(self._connections)
+
     def check_keys(self) -> None:
         """Lose whose key was taken off the list. Done several times in `heartbeat_timeout_ms`, and when asked."""
         if self._curve is not None:

@@ -17,7 +17,7 @@ from pagewire.engine.admission import Admission
 from pagewire.engine.delivery import Delivery
 from pagewire.engine.packing import u32
 from pagewire.engine.streams import Choice, PromptLogprobStore, Reader, Stream
-from pagewire.engine.survivors import EngineSurvivors
+from pagewire.engine.survivors import EngineSurvivors, counts_of
 from pagewire.errors import (
     Cancelled,
     Draining,
@@ -50,7 +50,6 @@ _SERVER: Final = f"pagewire {version('pagewire')}"
 """Found once: it is read from a file, which takes longer than all the rest of a welcome."""
 _RETRY_AFTER_MS: Final = 1000
 _KEY_BYTES: Final = 16
-_COUNT_BYTES: Final = 4
 _FLUSH_S: Final = 0.5
 _POLL_S: Final = 0.002
 
@@ -126,7 +125,9 @@ class WireServer:
         self._door: Door | None = None
         self._log = structlog.get_logger("pagewire.engine")
         self._delivery = Delivery(core, self._on_fault, self._on_over)
-        self._survivors = EngineSurvivors(self._delivery, config.server)
+        self._survivors = EngineSurvivors(
+            self._delivery, config.server, lambda: self._door is not None and self._door.num_connections > 0
+        )
 
     async def start(self) -> None:
         """Listen.
@@ -304,7 +305,7 @@ class WireServer:
     def _resume(self, connection: Connection, message: Resume) -> None:
         reader = self._reader_for(connection, message.stream)
         stream = self._survivors.find(message.request_id, message.resume_key)
-        received = _received(message, stream)
+        received = counts_of(message, stream)
         before = stream.reader
         if before is not None:
             number = stream.number
@@ -380,23 +381,3 @@ def _prompt_ids(message: Generate) -> TokenArray:
     if len(message.prompt_ids) % 4:
         raise InvalidRequest(f"has {len(message.prompt_ids)} bytes, not a multiple of 4", field="prompt_ids")
     return np.frombuffer(message.prompt_ids, "<u4")
-
-
-def _received(message: Resume, stream: Stream) -> list[int]:
-    """How many tokens of each choice the client has.
-
-    Raises:
-        InvalidRequest: they are not one number a choice, or more than there are.
-        UnknownStream: log-probabilities of what it lacks are not here.
-    """
-    num = len(stream.choices)
-    if len(message.received) not in (0, _COUNT_BYTES * num):
-        raise InvalidRequest(f"must hold one number for each of n, {num}", field="received")
-    received = np.frombuffer(message.received, "<u4").tolist() if message.received else [0] * num
-    for choice, count in zip(stream.choices, received, strict=True):
-        have = choice.sequence.num_output
-        if count > have and choice.sequence.is_live:
-            raise InvalidRequest(f"says {count} tokens of choice {choice.index}, which has {have}", field="received")
-        if count < choice.kept_from and stream.request.params.logprobs is not None:
-            raise UnknownStream("log-probabilities before this index are lost", field="request_id")
-    return [min(count, c.sequence.num_output) for c, count in zip(stream.choices, received, strict=True)]

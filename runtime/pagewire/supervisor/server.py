@@ -8,8 +8,8 @@ What can go wrong has one answer each:
 
 - a child fails, dies or hangs while the server starts: `start` raises with the reason, inside `start_timeout_ms` (F3);
 - a child dies later, is silent, or stalls without end: it is killed where need be and started again, at the same address,
-  while the other lives on (`Part`). Deaths in a row wait longer each time, and beyond `restart_max` `watch` returns with
-  the reason (F4);
+  while the other lives on (`Part`). Deaths soon after the start wait longer each time, and after more than `restart_max`
+  in a row `watch` returns with the reason (F4);
 - the parent dies: the children see their report pipe close and leave (F19, `pagewire.child`);
 - the address disappears (somebody cleans up the folder of temporary files): nobody can come in any more, `watch` drains
   and returns with the reason;
@@ -35,7 +35,7 @@ from pagewire.supervisor.child import Child
 from pagewire.supervisor.liveness import Limits
 from pagewire.supervisor.part import Part
 from pagewire.supervisor.rendezvous import ServerFolder
-from pagewire.supervisor.restarts import Restarts
+from pagewire.supervisor.restarts import Restarts, longest_wait_s
 from pagewire_transport.endpoints import ipc_path
 from pagewire_transport.servers import ServerRecord
 
@@ -200,7 +200,11 @@ class Server:
         return Part(
             name,
             launch,
-            restarts=Restarts(server.restart_max, server.restart_backoff_ms / 1000),
+            restarts=Restarts(
+                server.restart_max,
+                server.restart_backoff_ms / 1000,
+                longest_wait_s(server.resume_grace_ms, server.replay_timeout_ms),
+            ),
             limits=Limits(
                 interval_s=min(server.heartbeat_ms / 1000, silence_s / 4),
                 silence_s=silence_s,
