@@ -1,22 +1,29 @@
 """A link: the client's side of a door. One server, one connection at a time, watched and replaced when it breaks.
 
-    new socket ── hello ──▶ waiting ── welcome ──▶ welcomed ── ping … pong
-        ▲                      │                       │
-        └────── `on_lost` ─────┴───────────────────────┘
-                 disconnected, silent for `heartbeat_timeout_ms`, or not known to the server any more
+    pause ──▶ new socket ── hello ──▶ waiting ── welcome ──▶ welcomed ── ping … pong
+      ▲           │ not connected         │                       │
+      ├───────────┘                       │                       │
+      └────────────── `on_lost` ──────────┴───────────────────────┘
+                       disconnected, silent for `heartbeat_timeout_ms`, or not known to the server any more
 
 Each connection has a socket of its own, so that nothing of an old connection reaches the streams of a new one. What is
-sent before `welcome` follows the hello on the same connection: the order is kept, nobody needs to wait.
+sent before `welcome` follows the hello on the same connection: the order is kept, nobody needs to wait. The pause is none
+after a connection that was good (`Backoff`).
+
+A hello is said again only where the one before was refused. Said twice in one breath, as over a network that stalls, it would
+be answered twice, and the second answer means that all which was asked after the first is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from pagewire_transport.backoff import LONGEST_S, Backoff
 from pagewire_transport.codec import MAX_REPLY_BYTES, decode_server, encode
 from pagewire_transport.curve import ClientCurve
 from pagewire_transport.door import HELLO_FIRST, refusal
@@ -36,6 +43,11 @@ _DEFAULT_HEARTBEAT_MS: Final = 1000
 _DEFAULT_TIMEOUT_MS: Final = 10_000
 """Until the server says what it wants."""
 
+_STEADY_S: Final = 1.0
+"""A connection that the server kept for so long was good."""
+_FAILURES: Final = 5
+"""Handshakes of a server that never let us in that fail without a reason in a row, after which that is taken for a refusal."""
+
 MAX_UNSENT_BYTES: Final = 64 * 2**20
 """What waits for a server that takes nothing; beyond that `send` refuses."""
 
@@ -50,7 +62,9 @@ class Link:
         on_lost: told why a connection broke: nothing more comes for what was asked over it. A new one is being made.
         on_welcome: told of every welcome: of the first connection, and of each that was made after one broke.
         curve: keys, for a server that asks for them.
+        longest_pause_s: between two attempts to connect.
         now_ns: the clock for heartbeats.
+        chance: uniform in [0, 1), for the pauses.
 
     Raises:
         ConfigError: the URL is no endpoint, or `client` no text.
@@ -66,7 +80,9 @@ class Link:
         on_welcome: Callable[[Welcome], None] = lambda welcome: None,  # noqa: ARG005
         max_reply_bytes: int = MAX_REPLY_BYTES,
         curve: ClientCurve | None = None,
+        longest_pause_s: float = LONGEST_S,
         now_ns: Callable[[], int] = time.monotonic_ns,
+        chance: Callable[[], float] = random.random,
     ) -> None:
         self.url = url
         self.welcome: Welcome | None = None
@@ -93,6 +109,13 @@ class Link:
         self._heartbeat_ms = _DEFAULT_HEARTBEAT_MS
         self._timeout_ms = _DEFAULT_TIMEOUT_MS
         self._is_open = True
+        self._backoff = Backoff(longest_pause_s, chance)
+        self._pause: asyncio.TimerHandle | None = None
+        self._num_failed = 0
+        self._was_welcomed = False
+        self._welcomed_ns = 0
+        self._is_greeting = False
+        self._backoff.next_s()  # the first attempt
         self._socket = self._connect()
         self._ticker = self._loop.call_later(self._heartbeat_ms * 1e-3, self._tick)
 
@@ -141,7 +164,7 @@ class Link:
         if self._refusal is not None:
             raise self._refusal
         frame = encode(message)
-        if self._unsent or not self._socket.try_send(frame):
+        if self._unsent or not self._try_send(frame):
             if self._num_unsent_bytes + len(frame) > MAX_UNSENT_BYTES:
                 raise Overloaded("the server takes no messages now", retry_after_ms=self._timeout_ms)
             self._unsent.append(frame)
@@ -153,11 +176,13 @@ class Link:
             return
         self._is_open = False
         self._ticker.cancel()
+        if self._pause is not None:
+            self._pause.cancel()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(ConnectionLost("the link was closed"))
         if self.welcome is not None and not self._unsent:
-            self._socket.try_send(encode(Goodbye()))
+            self._try_send(encode(Goodbye()))
         # Without a welcome there is nobody to wait for.
         await (self._socket.close() if self.welcome is not None else self._socket.close(0))
 
@@ -170,22 +195,59 @@ class Link:
             on_frame=self._on_frame,
             on_change=self._on_change,
             on_disconnect=self._on_disconnect,
+            on_connect=self._on_connect,
+            on_failed=self._on_failed,
             on_denied=self._on_denied,
             curve=self._curve,
             max_message_bytes=self._max_reply_bytes,
+            retry_ms=self._backoff.own_retries_ms(),
         )
-        socket.try_send(self._hello)
+        self._is_greeting = False
         return socket
+
+    def _connect_later(self) -> None:
+        """Give the socket up and make another, after a pause where there were attempts in vain."""
+        self._socket.abandon()
+        pause_s = self._backoff.next_s()
+        if pause_s > 0:
+            self._pause = self._loop.call_later(pause_s, self._connect_now)
+        else:
+            self._connect_now()
+
+    def _connect_now(self) -> None:
+        self._pause = None
+        self._socket = self._connect()
+
+    def _try_send(self, frame: bytes) -> bool:
+        return self._socket.is_open and self._socket.is_connected and self._socket.try_send(frame)
+
+    def _greet(self) -> None:
+        self._is_greeting = self._try_send(self._hello)
+
+    def _on_connect(self) -> None:
+        self._num_failed = 0
+        self._heard_ns = self._now_ns()
+        self._greet()
+        self._on_change()
+
+    def _on_failed(self) -> None:
+        """What was not sent yet waits for the next attempt."""
+        self._num_failed += 1
+        if self._num_failed >= _FAILURES and not self._was_welcomed:
+            self._on_denied(self._socket.why_failed)
+        else:
+            self._connect_later()
 
     def _lost(self, reason: PagewireError) -> None:
         """Give the connection up and make another."""
-        self._socket.abandon()
+        if self.welcome is not None and self._now_ns() - self._welcomed_ns >= _STEADY_S * 1e9:
+            self._backoff.reset()
         self._unsent.clear()
         self._num_unsent_bytes = 0
         self.welcome = None
         self.is_server_ready = False
         self._refusal = None
-        self._socket = self._connect()
+        self._connect_later()
         self._on_lost(reason)
 
     def _on_disconnect(self) -> None:
@@ -194,6 +256,7 @@ class Link:
     def _on_denied(self, reason: str) -> None:
         """The server does not let us connect; it is tried again with the next heartbeat."""
         self._socket.abandon()
+        self._num_failed = 0
         self._unsent.clear()
         self._num_unsent_bytes = 0
         denied = Unauthorized(f"the server at {self.url} does not let us in: {reason}")
@@ -201,7 +264,7 @@ class Link:
         self._on_lost(denied)  # what was sent behind the hello will never be answered
 
     def _on_change(self) -> None:
-        while self._unsent and self._socket.try_send(self._unsent[0]):
+        while self._unsent and self._try_send(self._unsent[0]):
             self._num_unsent_bytes -= len(self._unsent.popleft())
 
     def _on_frame(self, frame: bytes) -> None:
@@ -223,7 +286,12 @@ class Link:
             self._on_message(message)
 
     def _welcomed(self, message: Welcome) -> None:
+        if self.welcome is not None:
+            self._lost(ConnectionLost(f"the server at {self.url} began this connection anew"))
+            return
         self.welcome = message
+        self._was_welcomed, self._is_greeting = True, False
+        self._welcomed_ns = self._now_ns()
         self.is_server_ready, self.unready = True, ""
         self._refusal = None
         self._heartbeat_ms, self._timeout_ms = message.heartbeat_ms, message.heartbeat_timeout_ms
@@ -244,6 +312,7 @@ class Link:
                 unknown = ConnectionLost(f"the server at {self.url} did not know this connection yet")
                 self._on_message(refusal(self._refusal or unknown, message.stream))
             return
+        self._is_greeting = False
         self._refuse(
             from_code(message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms)
         )
@@ -259,8 +328,9 @@ class Link:
     def _tick(self) -> None:
         """Say that we live; find out whether the server does."""
         self._ticker = self._loop.call_later(self._heartbeat_ms * 1e-3, self._tick)
-        if not self._socket.is_open:  # denied: try again
-            self._socket = self._connect()
+        if not self._socket.is_open:
+            if self._pause is None:  # denied: try again
+                self._socket = self._connect()
             return
         if self._is_silent():
             self._socket.receive_now()  # this loop may have been held up, and the server's words wait in the socket
@@ -269,9 +339,9 @@ class Link:
                 return
         if self.welcome is not None:
             if not self._unsent:
-                self._socket.try_send(encode(Ping()))
-        elif self._refusal is not None:
-            self._socket.try_send(self._hello)
+                self._try_send(encode(Ping()))
+        elif self._refusal is not None and not self._is_greeting:
+            self._greet()
 
     def _is_silent(self) -> bool:
         return self._now_ns() - self._heard_ns > self._timeout_ms * 1_000_000

@@ -353,6 +353,10 @@ class Client:
 
     def _tell(self, state: StreamState, message: Accepted | PromptLogprobs | Finished | Done, now_ns: int) -> None:
         if isinstance(message, Accepted):
+            if state.accepted is not None and state.accepted.request_id != message.request_id:
+                raise ProtocolError(
+                    f"the server went on with {message.request_id}, not with {state.accepted.request_id}"
+                )
             state.accepted, state.request, state.until = message, None, None
         elif isinstance(message, PromptLogprobs):
             num = len(message.chosen) // 4

@@ -38,6 +38,8 @@ _LAST_WORDS_S: Final = 1.0
 """After the drain deadline: time for the last errors to reach clients that read slowly."""
 _STATS_S: Final = 0.5
 """How old the engine's counters in our `stats` may be."""
+_LONGEST_PAUSE_S: Final = 0.2
+"""Between two attempts to reach the engine: it is on this machine, and everybody's streams wait for it."""
 _FRESH_IPC: Final = "ipc://*"
 
 
@@ -115,6 +117,7 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         on_message=gateway.on_engine,
         on_lost=engine_lost,
         on_welcome=gateway.engine_ready,  # also of one that was silent for a while and is back
+        longest_pause_s=_LONGEST_PAUSE_S,
     )
     reporter.loading("engine")
     beating = asyncio.create_task(keep_beating(reporter, config.server.heartbeat_ms / 1000), name="beats")
