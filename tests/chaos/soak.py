@@ -80,13 +80,16 @@ class Soak:
         self.ends["finished"] += 1
 
     async def cancel(self, client: pagewire_client.Client, chance: random.Random) -> None:
-        stream = client.generate(self.prompt(chance), max_tokens=2000, ignore_eos=True, n=chance.choice((1, 1, 3)))
+        num, length = chance.choice((1, 1, 3)), 2000
+        stream = client.generate(self.prompt(chance), max_tokens=length, ignore_eos=True, n=num)
         for _ in range(chance.randint(0, 30)):
-            await anext(stream)
+            if await anext(stream, None) is None:
+                break
         await stream.aclose()
-        reason = (await stream.result()).finish_reason
-        assert reason == "cancelled", reason
-        self.ends["cancelled"] += 1
+        result = await stream.result()
+        # On a busy machine a chunk may hold hundreds of tokens, and the end come before the cancel.
+        assert result.finish_reason == "cancelled" or result.usage.completion == num * length, result.finish_reason
+        self.ends[result.finish_reason] += 1
 
     async def fail(self, client: pagewire_client.Client, chance: random.Random) -> None:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -31,7 +30,6 @@ from pagewire_transport.errors import (
 )
 from pagewire_transport.link import Link
 from pagewire_transport.messages import (
-    MAX_STREAM,
     Accepted,
     Cancel,
     ChatMessage,
@@ -52,6 +50,7 @@ from pagewire_transport.messages import (
     Tokens,
     Welcome,
 )
+from pagewire_transport.numbers import StreamNumbers
 from pagewire_transport.servers import find_url
 
 _log: Final = logging.getLogger("pagewire_client")
@@ -130,7 +129,7 @@ class Client:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._streams: dict[int, StreamState] = {}
-        self._numbers = itertools.cycle(range(1, MAX_STREAM + 1))
+        self._numbers = StreamNumbers()
         self._questions = Questions(self._ask)
         self._info: Welcome | None = None
         self._resumer = Resumer(self._loop, self._streams, resume_timeout_s, self._ask)
@@ -304,7 +303,7 @@ class Client:
         return self._begin(state, message)
 
     def _free_number(self) -> int:
-        return next(number for number in self._numbers if number not in self._streams)
+        return self._numbers.next(self._streams)
 
     def _begin(self, state: StreamState, message: Generate | Resume) -> Stream:
         self._link.send(message)

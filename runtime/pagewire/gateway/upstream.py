@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -12,7 +11,8 @@ from pagewire.errors import PagewireError
 from pagewire.gateway.asked import request
 from pagewire.gateway.stream import GatewayStream
 from pagewire_transport.columns import pack
-from pagewire_transport.messages import MAX_STREAM, Cancel, Finish, FromClient, GetStats, Pause, Resume
+from pagewire_transport.messages import Cancel, Finish, FromClient, GetStats, Pause, Resume
+from pagewire_transport.numbers import StreamNumbers
 
 
 class Upstream:
@@ -25,7 +25,7 @@ class Upstream:
     def __init__(self, send: Callable[[FromClient], None]) -> None:
         self._send = send
         self._streams: dict[int, GatewayStream] = {}
-        self._numbers = itertools.cycle(range(1, MAX_STREAM + 1))
+        self._numbers = StreamNumbers()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -86,7 +86,7 @@ class Upstream:
         self._add(number, stream)
 
     def _free_number(self) -> int:
-        return next(number for number in self._numbers if number not in self._streams)
+        return self._numbers.next(self._streams)
 
     def _add(self, number: int, stream: GatewayStream) -> None:
         stream.upstream = number
