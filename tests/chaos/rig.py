@@ -8,11 +8,13 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
 
 import psutil
+import tokenizers
 from tests.cli.test_serve import TINY
 
 FOLDER = Path(__file__).parent
@@ -41,11 +43,15 @@ class Served:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, folder: Path, *arguments: str, command: tuple[str, ...] = FAKE, model: str = "") -> Served:
-        """Start it; it is not ready yet."""
+    async def start(
+        cls, folder: Path, *arguments: str, command: tuple[str, ...] = FAKE, model: str = "", has_text: bool = False
+    ) -> Served:
+        """Start it; it is not ready yet. `has_text`: the small model has a tokenizer, whose token i is ASCII's i."""
         tiny = folder / "tiny"
         tiny.mkdir(exist_ok=True)
         (tiny / "config.json").write_text(json.dumps(TINY))
+        if has_text:
+            ascii_tokenizer().save(str(tiny / "tokenizer.json"))
         environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(FOLDER), "OMP_NUM_THREADS": "1"}
         environment.pop("XDG_RUNTIME_DIR", None)
         served = [model] if model else [str(tiny), "--load-format", "dummy"]
@@ -127,6 +133,24 @@ class Served:
             for path in self.folder.rglob("*")
             if path.is_socket() or path.name.endswith((".lock", "lock", "server.json"))
         ]
+
+
+def free_address() -> str:
+    """Of a TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def ascii_tokenizer() -> tokenizers.Tokenizer:
+    """Of 128 tokens, a character each."""
+    plain = [
+        chr(i) if 33 <= i <= 126 else chr(256 + i if i <= 32 else 289) for i in range(128)
+    ]  # as ByteLevel writes bytes
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({symbol: i for i, symbol in enumerate(plain)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
 
 
 async def gone(processes: list[psutil.Process], timeout_s: float = 5) -> list[psutil.Process]:

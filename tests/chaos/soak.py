@@ -1,6 +1,6 @@
 """Random load against a whole server for a long time: `python tests/chaos/soak.py --seconds 3600`.
 
-Clients that finish, cancel, leave without a word, and read slowly. At the end: every stream had its end and every token was
+Clients that finish, cancel, leave without a word, and read slowly, over ZeroMQ and over HTTP. At the end: every stream had its end and every token was
 right (the engine is the fake that checks each read of KV), all blocks are back, and no process has grown.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import sys
@@ -19,11 +20,12 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
+import aiohttp
 import psutil
 import zmq
 import zmq.asyncio
 from tests.chaos.fake_engine import EOS, POISON, VOCAB
-from tests.chaos.rig import Served, served
+from tests.chaos.rig import Served, free_address, served
 
 import pagewire_client
 from pagewire.errors import NumericError
@@ -43,6 +45,7 @@ class Soak:
 
     seed: int
     url: str
+    http: str
     ends: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
     is_over: bool = False
@@ -67,15 +70,17 @@ class Soak:
         shared = [1 + chance.randrange(8)] * chance.choice((0, 16, 40, 160))
         return shared + [chance.randrange(1, 100) for _ in range(chance.randint(1, 300))]
 
+    def wanted(self, prompt: list[int], length: int, seed: int) -> list[int]:
+        """What the model says."""
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        return continuation(hash_tokens(VOCAB), prompt, params, seed, vocab_size=VOCAB, eos_ids=(EOS,))
+
     async def finish(self, client: pagewire_client.Client, chance: random.Random) -> None:
         prompt, seed, length = self.prompt(chance), chance.randrange(1000), chance.randint(1, 120)
         stream = client.generate(
             prompt, max_tokens=length, seed=seed, ignore_eos=True, priority=chance.choice((0, 0, 0, 1))
         )
-        result = await stream.result()
-        params = SamplingParams(max_tokens=length, ignore_eos=True)
-        wanted = continuation(hash_tokens(VOCAB), prompt, params, seed, vocab_size=VOCAB, eos_ids=(EOS,))
-        assert result.token_ids == wanted, (prompt, seed, length)
+        assert (await stream.result()).token_ids == self.wanted(prompt, length, seed), (prompt, seed, length)
         self.num_tokens += length
         self.ends["finished"] += 1
 
@@ -102,6 +107,43 @@ class Soak:
         for _ in range(chance.randint(1, 4)):
             client.generate(self.prompt(chance), max_tokens=2000, ignore_eos=True)
             self.ends["left"] += 1
+
+    async def browser(self, number: int) -> None:
+        """As `user`, over HTTP: answers at once, as events, and events that nobody waits for."""
+        chance = random.Random(self.seed * 1000 + number)
+        while not self.is_over:
+            async with aiohttp.ClientSession(self.http, read_bufsize=1024) as session:
+                for _ in range(chance.randint(1, 20)):
+                    if self.is_over:
+                        return
+                    await asyncio.wait_for(self.ask(session, chance), 90)
+
+    async def ask(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
+        prompt, seed, length = self.prompt(chance), chance.randrange(1000), chance.randint(1, 120)
+        how = chance.choices(("whole", "events", "left", "slow"), (3, 4, 2, 1))[0]
+        body = {"prompt": prompt, "max_tokens": length, "seed": seed, "ignore_eos": True}
+        async with session.post("/v1/completions", json={**body, "stream": how != "whole"}) as response:
+            assert response.status == 200, await response.text()
+            if how == "whole":
+                text = (await response.json())["choices"][0]["text"]
+            else:
+                text = await self.events(response, chance, how)
+        if how != "left":
+            assert text == bytes(self.wanted(prompt, length, seed)).decode(), (prompt, seed, length)
+            self.num_tokens += length
+        self.ends[f"HTTP {how}"] += 1
+
+    async def events(self, response: aiohttp.ClientResponse, chance: random.Random, how: str) -> str:
+        """The text of what was read."""
+        parts: list[str] = []
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                parts += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+            if how == "left" and chance.random() < 0.2:
+                break
+            if how == "slow" and chance.random() < 0.2:
+                await asyncio.sleep(chance.uniform(0, 0.3))
+        return "".join(parts)
 
     async def read_slowly(self, chance: random.Random) -> None:
         """A frame now and then, and in the end all of it: nothing is missing."""
@@ -136,19 +178,20 @@ def growth(sizes: list[int]) -> int:
     return int(statistics.median(sizes[-quarter:]) - statistics.median(sizes[quarter : 2 * quarter]))
 
 
-async def soak(server: Served, seconds: float, *, seed: int, num_users: int) -> str:
-    """Load it for so long and check what must hold; figures, in words.
+async def soak(server: Served, http: str, seconds: float, *, seed: int, num_users: int) -> str:
+    """Load it, at both doors, for so long and check what must hold; figures, in words.
 
     Raises:
         AssertionError: it does not.
     """
-    run = Soak(seed, server.url)
+    run = Soak(seed, server.url, http)
     processes = {
         "supervisor": psutil.Process(server.process.pid),
         "engine": server.part("engine"),
         "gateway": server.part("gateway"),
     }
-    users = [asyncio.create_task(run.user(i)) for i in range(num_users)]
+    kinds = [run.browser if i % 3 == 2 else run.user for i in range(num_users)]
+    users = [asyncio.create_task(kind(i)) for i, kind in enumerate(kinds)]
     watching = asyncio.create_task(watch(processes, seconds))
     await asyncio.wait({watching, *users}, return_when=asyncio.FIRST_COMPLETED)
     run.is_over = True
@@ -174,8 +217,9 @@ async def main() -> int:
     parser.add_argument("--users", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    async with served(*OPTIONS) as server:
-        print(await soak(server, given.seconds, seed=given.seed, num_users=given.users))
+    address = free_address()
+    async with served(*OPTIONS, "--http", address, has_text=True) as server:
+        print(await soak(server, f"http://{address}", given.seconds, seed=given.seed, num_users=given.users))
         assert await server.stop() == 0
         assert server.left_over() == []
     return 0
