@@ -152,6 +152,21 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1024, description="largest message taken")] = 16 * 2**20
     heartbeat_ms: Annotated[int, msgspec.Meta(ge=10, description="how often a client pings")] = 1000
     heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=50, description="silence after which a peer is lost")] = 10_000
+    max_lag_tokens: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1,
+            le=2**30,
+            description="tokens of one continuation that wait for a slow reader, then `on_lag` is applied",
+        ),
+    ] = 1024
+    max_lag_ms: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0,
+            description="with `on_lag` cancel, a reader may take nothing for so long while tokens wait; 0: any time",
+        ),
+    ] = 5_000
     resume_grace_ms: Annotated[
         int, msgspec.Meta(ge=0, description="how long streams of a lost client can be resumed; 0: they end with it")
     ] = 30_000

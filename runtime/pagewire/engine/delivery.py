@@ -17,9 +17,10 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from pagewire.engine.lag import Lag, LagLimits
 from pagewire.engine.packing import LateRun, OutcomeColumns, keep_logprob, late_tokens
 from pagewire.engine.streams import Choice, Part, Reader, Stream, StreamTable
-from pagewire.errors import InternalError
+from pagewire.errors import InternalError, SlowReader
 from pagewire.request.request import TokenArray
 from pagewire.scheduler.outcome import StepOutcome
 from pagewire.scheduler.sequence import Sequence
@@ -46,6 +47,14 @@ class Ledger(Protocol):
         """End it; reported by an outcome."""
         ...
 
+    def pause(self, sequence: Sequence) -> None:
+        """Plan it no more until `resume`."""
+        ...
+
+    def resume(self, sequence: Sequence) -> None:
+        """Undo `pause`."""
+        ...
+
 
 class Delivery:
     """Readers, their streams, and what each was sent. Made and used on one loop.
@@ -53,17 +62,23 @@ class Delivery:
     Args:
         ledger: holds the tokens.
         on_fault: told of exceptions of our own code: (what was being done, the exception).
-        on_over: told of each stream that has left its reader: all of it was sent, or it was dropped.
+        on_over: told of each stream that has left its reader: all of it was sent, it was dropped, or its reader was too slow.
+        limits: of lags.
     """
 
     def __init__(
-        self, ledger: Ledger, on_fault: Callable[[str, Exception], None], on_over: Callable[[Stream, Reader], None]
+        self,
+        ledger: Ledger,
+        on_fault: Callable[[str, Exception], None],
+        on_over: Callable[[Stream, Reader], None],
+        limits: LagLimits,
     ) -> None:
         self._ledger = ledger
         self._on_fault = on_fault
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
         self._table = StreamTable()
+        self._lag = Lag(ledger, self._table, limits, self._end_slow)
         self._by_index: list[Reader | None] = []
         self._free_indices: list[int] = []
 
@@ -88,6 +103,11 @@ class Delivery:
         for choice in stream.choices:
             choice.sent = choice.kept_from = choice.sequence.num_output  # not 0 where another engine began it
             self._table.add(choice)
+            self._lag.begin(choice)
+
+    def pause(self, stream: Stream, *, paused: bool) -> None:
+        """Its client wants nothing to be generated for it, or wants it again."""
+        self._lag.pause(stream, paused=paused)
 
     def release(self, stream: Stream) -> None:
         """The stream goes on without a reader."""
@@ -96,6 +116,7 @@ class Delivery:
             reader.streams.pop(stream.number, None)
             for choice in stream.choices:
                 reader.ended.pop(choice, None)
+                reader.watched.pop(choice, None)
                 self._table.move(choice)
 
     def give(self, stream: Stream, reader: Reader, number: int, received: list[int]) -> None:
@@ -103,12 +124,13 @@ class Delivery:
         assert stream.reader is None
         stream.reader, stream.number = reader, number
         reader.streams[number] = stream
-        reader.is_behind = True
+        self._lag.fell_behind(reader)
         stream.is_prompt_told = any(received)
         for choice, sent in zip(stream.choices, received, strict=True):
             choice.is_told = False
             self._table.move(choice)
             self._table.set_sent(choice, sent)
+            self._lag.given(choice, reader)
             if choice.has_ended:
                 reader.ended[choice] = None
         self._serve_soon(reader)
@@ -176,7 +198,12 @@ class Delivery:
         table.sent[slots[is_sent]] = until[is_sent]
         for part in late:
             # Its cursors stay where they are; it is served when it can take something.
-            part.reader.is_behind = True
+            mine = layout.entries(part)
+            self._lag.fell_behind(part.reader)
+            try:
+                self._lag.look(part.reader, slots[mine], until[mine])
+            except Exception as error:  # noqa: BLE001  (as above)
+                self._fault(part.reader, error)
             self._serve_soon(part.reader)
 
     def _keep_logprobs(self, outcome: StepOutcome, rows: LogprobRows) -> None:
@@ -210,8 +237,8 @@ class Delivery:
                 if runs:
                     connection.send_frame(encode(late_tokens(runs)))
                     self._serve_soon(reader)
-                else:
-                    reader.is_behind = False
+                self._lag.moved(reader)
+                reader.is_behind = bool(runs)
             for choice in list(itertools.islice(reader.ended, _ENDS_A_ROUND)):
                 if connection.is_blocked:
                     break
@@ -262,6 +289,17 @@ class Delivery:
             self.release(stream)
             self._on_over(stream, reader)
 
+    def _end_slow(self, stream: Stream, reader: Reader) -> None:
+        """Its reader is too slow. It is told so ahead of the tokens that it lacks, which a resume fetches."""
+        number = stream.number
+        for choice in stream.choices:
+            self._ledger.cancel(choice.sequence)
+            choice.is_told = True
+        self.release(stream)
+        rest = "; resume it for the rest of what was generated" if stream.resume_key else ""
+        reader.connection.send(refusal(SlowReader(f"its tokens were not read in time{rest}", field="on_lag"), number))
+        self._on_over(stream, reader)
+
     def _fault(self, reader: Reader, cause: Exception) -> None:
         """Our own code failed about one reader: its streams end, since it may have missed tokens."""
         self._on_fault("sending tokens", cause)
@@ -299,6 +337,7 @@ class Delivery:
     def check_invariants(self, readers: Iterable[Reader]) -> None:
         """What must hold between any two events; `readers` are all that there are."""
         for reader in readers:
+            self._lag.check_invariants(reader)
             assert self._by_index[reader.index] is reader
             assert all(choice.stream.number in reader.streams for choice in reader.ended)
             for number, stream in reader.streams.items():

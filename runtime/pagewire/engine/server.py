@@ -15,6 +15,7 @@ from pagewire.config import Config
 from pagewire.curve_keys import server_curve
 from pagewire.engine.admission import Admission
 from pagewire.engine.delivery import Delivery
+from pagewire.engine.lag import LagLimits
 from pagewire.engine.packing import u32
 from pagewire.engine.streams import Choice, PromptLogprobStore, Reader, Stream
 from pagewire.engine.survivors import EngineSurvivors, counts_of
@@ -124,7 +125,7 @@ class WireServer:
         self._is_draining = False
         self._door: Door | None = None
         self._log = structlog.get_logger("pagewire.engine")
-        self._delivery = Delivery(core, self._on_fault, self._on_over)
+        self._delivery = Delivery(core, self._on_fault, self._on_over, LagLimits.of(config.server))
         self._survivors = EngineSurvivors(
             self._delivery, config.server, lambda: self._door is not None and self._door.num_connections > 0
         )
@@ -241,8 +242,7 @@ class WireServer:
             for choice in stream.choices:
                 self._core.cancel(choice.sequence)
         elif isinstance(message, Pause):
-            for choice in stream.choices:
-                (self._core.pause if message.paused else self._core.resume)(choice.sequence)
+            self._delivery.pause(stream, paused=message.paused)
         elif message.choice >= len(stream.choices):
             raise InvalidRequest(f"must be below n, {len(stream.choices)}", field="choice")
         else:
@@ -291,7 +291,7 @@ class WireServer:
             client=message.client or message.namespace or connection.peer.hex(),
         )
         sequences = self._core.submit(request)
-        stream = Stream(message.stream, reader, request, memo=message.memo)
+        stream = Stream(message.stream, reader, request, memo=message.memo, on_lag=message.on_lag)
         stream.choices = [Choice(stream, index, s, s.slot) for index, s in enumerate(sequences)]
         if message.resumable and self._survivors.grace_ms:
             stream.resume_key = replay.resume_key if replay is not None else secrets.token_hex(_KEY_BYTES)
@@ -312,8 +312,7 @@ class WireServer:
             self._delivery.release(stream)
             before.connection.send(refusal(TakenOver("it was resumed over another connection"), number))
         self._survivors.taken(stream)
-        for choice in stream.choices:
-            self._core.resume(choice.sequence)  # who comes back may not know that it paused it
+        stream.is_paused = False  # who comes back may not know that it paused it
         self._delivery.give(stream, reader, message.stream, received)
         accepted = stream.accepted()
         if message.recall:
@@ -371,8 +370,6 @@ def _prompt_ids(message: Generate) -> TokenArray:
         UnsupportedFeature: text, which the gateway takes.
         InvalidRequest: no ids, or no whole number of them.
     """
-    if message.on_lag != "coalesce":
-        raise UnsupportedFeature("is not served here", field="on_lag")
     for field in ("prompt", "messages", "template_kwargs"):
         if getattr(message, field):
             raise UnsupportedFeature("this door takes token ids only; text is the gateway's", field=field)

@@ -28,10 +28,11 @@ from pagewire.scheduler.sequence import Sequence
 from pagewire.step.step import Int32Array, PromptLogprobRows
 from pagewire_transport.codec import encode
 from pagewire_transport.connection import Connection
-from pagewire_transport.messages import Accepted, Done, Finished, PromptLogprobs, Timings, Tokens, Usage
+from pagewire_transport.messages import Accepted, Done, Finished, OnLag, PromptLogprobs, Timings, Tokens, Usage
 
 NO_READER: Final = -1
 NO_SLOT: Final = -1
+UNLIMITED: Final = 2**31 - 1
 
 _ID_BYTES: Final = 4
 _LOGPROB_BYTES: Final = 200
@@ -51,6 +52,7 @@ class Choice:
         kept: log-probabilities of its tokens, from index `kept_from` on.
         has_ended: that was reported, and its slot may be another's.
         is_told: its reader was told its end.
+        is_held: paused since its reader lags; see `Lag`.
     """
 
     stream: Stream
@@ -62,6 +64,7 @@ class Choice:
     kept_from: int = 0
     has_ended: bool = False
     is_told: bool = False
+    is_held: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +74,8 @@ class Stream:
     Attributes:
         resume_key: by which another connection may take it; "" if none may.
         memo: for who recalls it.
+        on_lag: what happens where its reader lags.
+        is_paused: by its client; whoever resumes it goes on with it.
         is_prompt_told: its reader has the prompt's log-probabilities.
     """
 
@@ -80,6 +85,8 @@ class Stream:
     choices: list[Choice] = field(default_factory=list)
     resume_key: str = ""
     memo: bytes = b""
+    on_lag: OnLag = "coalesce"
+    is_paused: bool = False
     error: PagewireError | None = None
     """Of the first choice that failed; it ends the stream, and the other choices."""
     prompt_logprobs: PromptLogprobStore | None = None
@@ -166,6 +173,8 @@ class Reader:
         is_behind: some cursor lags. While it is set, nothing is sent from an outcome: all comes from the cursors.
         ended: choices that ended and were not told.
         is_due: it will be served in the next round of the loop.
+        moved_ns: while it is behind: when it fell behind, or was last sent something from the cursors.
+        watched: choices that are held, or owe their reader more than usual since it came back.
     """
 
     connection: Connection
@@ -174,6 +183,8 @@ class Reader:
     is_behind: bool = False
     ended: dict[Choice, None] = field(default_factory=dict)
     is_due: bool = False
+    moved_ns: int = 0
+    watched: dict[Choice, None] = field(default_factory=dict)
 
 
 class PromptLogprobStore:
@@ -261,6 +272,8 @@ class StreamTable:
         self.reader = np.full(capacity, NO_READER, np.int32)
         self.stream = np.zeros(capacity, np.uint32)
         self.choice = np.zeros(capacity, np.uint16)
+        self.most_lag = np.full(capacity, UNLIMITED, np.int32)
+        """Tokens that may wait for its reader until something is done about it, by slot; see `Lag`."""
         self.choices: list[Choice | None] = [None] * capacity
         self.version = 0
         self._sent = np.zeros(capacity, np.int32)
@@ -284,6 +297,7 @@ class StreamTable:
         self.reader[slot] = reader.index if reader is not None else NO_READER
         self.stream[slot] = choice.stream.number
         self.choice[slot] = choice.index
+        self.most_lag[slot] = UNLIMITED
         self.sent[slot] = choice.sent
         self.choices[slot] = choice
         self.version += 1
@@ -321,6 +335,11 @@ class StreamTable:
             choice.sent = sent
         else:
             self.sent[choice.slot] = sent
+
+    def set_most_lag(self, choice: Choice, most: int) -> None:
+        """How far its reader may lag; nothing for one that ended."""
+        if choice.slot != NO_SLOT:
+            self.most_lag[choice.slot] = min(most, UNLIMITED)
 
     def layout(self, slots: Int32Array, readers: list[Reader | None]) -> Layout:
         """How entries with these slots fall to `readers` (by index)."""
@@ -361,5 +380,6 @@ class StreamTable:
         self.reader = np.concatenate([self.reader, np.full(more, NO_READER, np.int32)])
         self.stream = np.concatenate([self.stream, np.zeros(more, np.uint32)])
         self.choice = np.concatenate([self.choice, np.zeros(more, np.uint16)])
+        self.most_lag = np.concatenate([self.most_lag, np.full(more, UNLIMITED, np.int32)])
         self._sent = np.concatenate([self.sent, np.zeros(more, np.int32)])
         self.choices.extend([None] * more)
