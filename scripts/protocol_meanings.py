@@ -83,7 +83,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     "Finished": {
         "stream": "Whose choice.",
         "choice": "Which of `n`.",
-        "reason": "stop: a stop string, a stop token or the model's end. length: `max_tokens` or the context is full. cancelled: by the client. error: see the `error` that follows.",
+        "reason": "stop: a stop string, a stop token or the model's end. length: `max_tokens` or the context is full. cancelled: by the client, or since it read too slowly. error: see the `error` that follows.",
         "num_tokens": "Generated tokens that count; a stop string's own tokens are among them.",
     },
     "Usage": {

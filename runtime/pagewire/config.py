@@ -167,6 +167,12 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
             description="with `on_lag` cancel, a reader may take nothing for so long while tokens wait; 0: any time",
         ),
     ] = 5_000
+    unread_timeout_ms: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0, description="a client that reads nothing for so long, though something waits, is lost; 0: never"
+        ),
+    ] = 30_000
     resume_grace_ms: Annotated[
         int, msgspec.Meta(ge=0, description="how long streams of a lost client can be resumed; 0: they end with it")
     ] = 30_000

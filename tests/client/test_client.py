@@ -238,6 +238,7 @@ async def test_dropping_a_stream_after_its_loop_is_silent():
         (lambda c: c.generate("x", stop=["ok", ""]), "stop[1]"),
         (lambda c: c.generate("x", priority=1000), "priority"),
         (lambda c: c.generate("x", namespace=5), "namespace"),
+        (lambda c: c.generate("x", on_lag="wait"), "on_lag"),
         (lambda c: c.generate("caf\udce9"), "prompt"),
         (lambda c: c.generate("x", stop="caf\udce9"), "stop[0]"),
         (lambda c: c.generate([1], namespace="\udce9"), "namespace"),
@@ -274,7 +275,9 @@ async def test_a_bad_argument_is_named_at_once(call, field):
 async def test_params_reach_the_server():
     async with opened() as (door, handler), connect(door.url) as client:
         kept = [
-            client.generate("x", stop="END", n=2, logit_bias={5: -1.0}, namespace="n", priority=-1, echo_text=False),
+            client.generate(
+                "x", stop="END", n=2, logit_bias={5: -1.0}, namespace="n", priority=-1, echo_text=False, on_lag="pause"
+            ),
             client.chat([{"role": "user", "content": "hi"}], template_kwargs={"a": True}, max_tokens=3),
         ]
         await until(lambda: len(handler.messages) == 2)
@@ -285,7 +288,7 @@ async def test_params_reach_the_server():
             2,
             {5: -1.0},
         )
-        assert (first.namespace, first.priority, first.echo_text) == ("n", -1, False)
+        assert (first.namespace, first.priority, first.echo_text, first.on_lag) == ("n", -1, False, "pause")
         assert (second.messages[0].content, second.template_kwargs, second.params.max_tokens) == ("hi", {"a": True}, 3)
         assert len(kept) == 2
 

@@ -48,6 +48,7 @@ class Asked:
     key: str
     outputs: list[list[int]]
     ends: list[tuple[str, int] | None]
+    is_paused: bool = False
 
 
 @dataclass
@@ -68,6 +69,9 @@ class Engine:
                 self.begin(message)
             elif isinstance(message, Resume):
                 self.resume(message)
+            elif isinstance(message, Pause):
+                if message.stream in self.open:
+                    self.open[message.stream][0].is_paused = message.paused
             elif isinstance(message, Cancel | Finish) and message.stream in self.open:
                 asked, _ = self.open[message.stream]
                 if isinstance(message, Cancel):
@@ -110,6 +114,7 @@ class Engine:
         received = array("I", message.received).tolist() or [0] * asked.message.params.n
         assert all(r <= len(o) for r, o in zip(received, asked.outputs, strict=True))
         self.open[message.stream] = (asked, received)
+        asked.is_paused = False
         more = {}
         if message.recall:
             more = {
@@ -136,7 +141,7 @@ class Engine:
         for asked in self.asked.values():
             for choice, output in enumerate(asked.outputs):
                 for _ in range(count):
-                    if asked.ends[choice] is None:
+                    if asked.ends[choice] is None and not asked.is_paused:
                         output.append(token(asked.message.params.seed + choice, len(output)))
                         if len(output) == LENGTH:
                             asked.ends[choice] = ("length", LENGTH)

@@ -373,9 +373,11 @@ async def _play(moves):
                     for stream, _, start, ids in entries(message):
                         assert start == len(have[stream])
                         have[stream] += ids
+                elif isinstance(message, Finished):
+                    cancelled.update({message.stream} if message.reason == "cancelled" else ())
                 elif isinstance(message, Error | Done):
                     open_.pop(message.stream, None)
-                    if isinstance(message, Error):
+                    if isinstance(message, Error):  # told, or lost with its connection
                         assert (message.code, kinds[message.stream]) == ("slow_reader", "cancel")
                         slow.append(message.stream)
             peer.got.clear()
@@ -399,7 +401,6 @@ async def _play(moves):
             messages = {"pause": Pause(stream=which), "go on": Pause(stream=which, paused=False)}
             try:
                 peers[which % 2].say(messages.get(what) or Cancel(stream=which))
-                cancelled |= {which} if what == "cancel" else set()
             except UnknownStream:
                 assert not bench.server.has_stream(peers[which % 2], which)
             bench.core.report()
@@ -431,5 +432,6 @@ async def _play(moves):
     for stream, ids in have.items():
         assert ids == tokens(stream, len(ids))
         assert stream in slow or stream in cancelled or len(ids) == 60 + 40 * stream
+    assert cancelled <= {2} | {which for what, which in moves if what == "cancel"}
     assert not bench.core.live
     assert bench.server.num_streams == 0

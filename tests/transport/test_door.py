@@ -269,6 +269,40 @@ async def test_a_peer_that_takes_nothing_blocks_itself_alone_and_not_for_ever():
             assert connection.num_unsent <= 3
 
 
+async def test_a_peer_that_pings_and_reads_nothing_is_lost_and_one_that_reads_slowly_is_not():
+    """F18: heartbeats alone keep no connection for which something waits."""
+    now = [10**15]
+    limits = {"heartbeat_timeout_ms": 40, "unread_timeout_ms": 100}
+    async with opened(now_ns=lambda: now[0], **limits) as (door, handler):
+        with RawPeer(door.url, receive_hwm=1) as peer:
+            await peer.hello()
+            (connection,) = door.connections
+            frame = Tokens(streams=b"", starts=b"", ids=b"x" * 200_000)
+
+            async def fill():
+                while not connection.is_blocked:
+                    connection.send(frame)
+                    await asyncio.sleep(0)
+                for _ in range(200):
+                    connection.send(frame)
+
+            async def pass_ms(ms):
+                for _ in range(ms // 8):
+                    now[0] += 8_000_000
+                    peer.send(Ping())
+                    await asyncio.sleep(0.012)
+
+            await fill()
+            for _ in range(3):
+                await pass_ms(72)
+                assert handler.lost == []
+                before = connection.num_unsent
+                while connection.num_unsent == before:  # libzmq takes more when half of what it holds was read
+                    await peer.read()
+            await pass_ms(160)
+            assert [reason.code for _, reason in handler.lost] == ["slow_reader"]
+
+
 async def test_a_thousand_blocked_peers_cost_little_each_round(monkeypatch):
     async with opened() as (door, _):
         tried = []

@@ -28,7 +28,7 @@ class Connection:
     it is gone; whoever streams through the connection makes nothing new meanwhile.
     """
 
-    __slots__ = ("_door", "_unsent", "client", "heard_ns", "is_open", "offences", "peer", "user")
+    __slots__ = ("_door", "_unsent", "blocked_ns", "client", "heard_ns", "is_open", "offences", "peer", "user")
 
     def __init__(self, door: Sender, peer: bytes, client: str, heard_ns: int, user: str = "") -> None:
         self._door = door
@@ -36,6 +36,8 @@ class Connection:
         self.peer = peer
         self.client = client
         self.heard_ns = heard_ns
+        self.blocked_ns = 0
+        """When a frame began to wait here, or one of those that wait was taken."""
         self.offences = 0
         self.is_open = True
         self.user = user

@@ -29,6 +29,7 @@ from pagewire_transport.errors import (
     Overloaded,
     PagewireError,
     ProtocolError,
+    SlowReader,
     Unauthorized,
     VersionMismatch,
 )
@@ -170,6 +171,8 @@ class Door:
         if len(unsent) >= self._limits.max_unsent:
             self._lose_soon(connection, Overloaded(f"the peer left {len(unsent)} replies unread"))
             return
+        if not unsent:
+            connection.blocked_ns = self._now_ns()
         unsent.append(frame)
         self._blocked[connection] = None
 
@@ -182,10 +185,13 @@ class Door:
             del self._blocked[connection]
             if not connection.is_open:
                 continue
+            waiting = connection.num_unsent
             if connection.flush():
                 self._guarded(connection, "going on with a connection", self._handler.on_writable, connection)
             else:
                 self._blocked[connection] = None
+                if connection.num_unsent < waiting:
+                    connection.blocked_ns = self._now_ns()
         if len(self._blocked) > _RETRIES_A_ROUND:
             self._retry = self._loop.call_later(0.002, self._try_again)
 
@@ -338,7 +344,7 @@ class Door:
         self._guarded(connection, "ending a connection", self._handler.on_lost, connection, reason)
 
     def _tick(self) -> None:
-        """Find the silent. After a tick that comes late (the process was stopped, the machine slept) nobody is judged:
+        """Find the silent, and those that read nothing. After a tick that comes late (the process was stopped, the machine slept) nobody is judged:
         what the peers sent meanwhile is still in the socket.
         """
         now_ns = self._now_ns()
@@ -351,6 +357,10 @@ class Door:
         for connection in list(self._connections.values()):
             if now_ns - connection.heard_ns > timeout_ms * 1_000_000:
                 self._lose(connection, ConnectionLost(f"the client was silent for {timeout_ms} ms"))
+        unread_ms = self._limits.unread_timeout_ms
+        for connection in list(self._blocked) if unread_ms else ():
+            if connection.num_unsent and now_ns - connection.blocked_ns > unread_ms * 1_000_000:
+                self._lose(connection, SlowReader(f"the client read nothing for {unread_ms} ms"))
         self.check_keys()
         for peer in [peer for peer, until in self._ignored.items() if until <= now_ns]:
             del self._ignored[peer]

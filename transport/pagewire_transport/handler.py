@@ -26,6 +26,8 @@ class DoorLimits:
     """Malformed messages, after which the peer is dropped and ignored for a minute."""
     max_unsent: int = 10_000
     """Replies that a connection does not take, after which it is dropped. Tokens are not among them: see the handlers."""
+    unread_timeout_ms: int = 30_000
+    """A connection that takes nothing for so long, while something waits for it, is lost, heartbeats or not; 0: never."""
 
 
 class Handler(Protocol):

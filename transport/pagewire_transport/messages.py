@@ -94,7 +94,8 @@ class Generate(_FromClient, tag="generate", frozen=True, kw_only=True):
     """Gateway: send text beside token ids. False saves the detokenising where the client does it."""
     on_lag: OnLag = "coalesce"
     """What happens when the client reads more slowly than tokens come. coalesce: it gets them later, in fewer messages.
-    pause, cancel: reserved, and refused with the code `unsupported`; see the message `pause`."""
+    pause: nothing more is generated until it has caught up. cancel: the stream ends with `slow_reader`, and what was generated
+    can be fetched by `resume`."""
     resumable: bool = True
     """False: the stream ends with its connection, and nothing is kept of it."""
     replay: Replay | None = None

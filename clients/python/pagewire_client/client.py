@@ -44,6 +44,7 @@ from pagewire_transport.messages import (
     GetLoad,
     GetStats,
     Load,
+    OnLag,
     PromptLogprobs,
     Resume,
     Stats,
@@ -185,6 +186,7 @@ class Client:
         priority: int = 0,
         namespace: str = "",
         echo_text: bool = True,
+        on_lag: OnLag = "coalesce",
         **params: Any,
     ) -> Stream:
         """Start a stream; the request is sent at once.
@@ -194,6 +196,9 @@ class Client:
             priority: higher runs first.
             namespace: prefix cache entries are shared inside a namespace only.
             echo_text: text is sent beside token ids.
+            on_lag: what happens where this process reads more slowly than tokens come. "coalesce": they come later, in fewer
+                messages; "pause": nothing more is generated until they were read; "cancel": the stream fails with
+                `SlowReader`, and `resume` fetches what was generated.
             params: fields of `SamplingParams`: max_tokens, temperature, seed, n, stop, logprobs, …; and `ttft_ms`, `itl_ms`,
                 `deadline_ms`: wanted times to the first token, between tokens, and to the end. What cannot be kept is
                 refused at once with `Overloaded`.
@@ -202,7 +207,8 @@ class Client:
             InvalidRequest: an unknown or bad argument; `field` names it.
             ConnectionLost, Overloaded: it cannot be sent.
         """
-        return self._start(prompt_source(prompt), params, priority=priority, namespace=namespace, echo_text=echo_text)
+        rest = {"priority": priority, "namespace": namespace, "echo_text": echo_text, "on_lag": on_lag}
+        return self._start(prompt_source(prompt), params, **rest)
 
     def chat(
         self,
@@ -211,6 +217,7 @@ class Client:
         priority: int = 0,
         namespace: str = "",
         echo_text: bool = True,
+        on_lag: OnLag = "coalesce",
         template_kwargs: Mapping[str, str | int | float | bool | None] | None = None,
         **params: Any,
     ) -> Stream:
@@ -221,6 +228,7 @@ class Client:
             priority: see `generate`.
             namespace: see `generate`.
             echo_text: see `generate`.
+            on_lag: see `generate`.
             template_kwargs: handed to the model's chat template.
             params: see `generate`.
 
@@ -228,8 +236,8 @@ class Client:
             InvalidRequest: see `generate`.
             ConnectionLost, Overloaded: it cannot be sent.
         """
-        source = chat_source(messages, template_kwargs)
-        return self._start(source, params, priority=priority, namespace=namespace, echo_text=echo_text)
+        rest = {"priority": priority, "namespace": namespace, "echo_text": echo_text, "on_lag": on_lag}
+        return self._start(chat_source(messages, template_kwargs), params, **rest)
 
     def resume(self, request_id: str, resume_key: str, *, received: Sequence[int] = (0,)) -> Stream:
         """Go on with a stream that another client began, perhaps one of a process that crashed.

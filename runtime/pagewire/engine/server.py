@@ -146,6 +146,7 @@ class WireServer:
                 max_message_bytes=server.max_message_bytes,
                 heartbeat_ms=server.heartbeat_ms,
                 heartbeat_timeout_ms=server.heartbeat_timeout_ms,
+                unread_timeout_ms=server.unread_timeout_ms,
             ),
             on_fault=self._on_fault,
             curve=server_curve(server),

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from pagewire.errors import ProtocolError
-from pagewire_transport.messages import Accepted, Generate, Replay
+from pagewire_transport.messages import Accepted, Generate, OnLag, Replay
 from pagewire_transport.params import SamplingParams
 
 
@@ -27,6 +27,7 @@ class Asked(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     user: str = ""
     """The CURVE key that it was asked with: nobody else may resume it. "" where there are no keys."""
     echo_text: bool = True
+    on_lag: OnLag = "coalesce"
     prompt_field: str = "prompt_ids"
 
 
@@ -46,6 +47,7 @@ def asked_in(message: Generate, prompt_field: str, share: str, user: str = "") -
         client=message.namespace or share,
         user=user,
         echo_text=message.echo_text,
+        on_lag=message.on_lag,
         prompt_field=prompt_field,
     )
 

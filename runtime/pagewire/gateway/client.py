@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar, Final, Protocol
 
 from pagewire.gateway.columns import TokensBuilder
+from pagewire.gateway.lag import Lag
 from pagewire.gateway.pace import Pace
 from pagewire.gateway.stream import GatewayStream
 from pagewire_transport.messages import FromServer
@@ -50,13 +51,21 @@ class Client:
     """Tokens and log-probabilities for one unit of the pace: in a message they are copied, as bytes."""
 
     def __init__(
-        self, connection: Peer, pace: Pace, on_told: Callable[[Client, GatewayStream], None] | None = None
+        self,
+        connection: Peer,
+        pace: Pace,
+        on_told: Callable[[Client, GatewayStream], None] | None = None,
+        lag: Lag | None = None,
     ) -> None:
         self.connection = connection
         self.share = f"client-{next(_NUMBERS)}"
         """Whose share of the service its streams are, where their namespace does not say."""
         self._on_told = on_told
         self.streams: dict[int, GatewayStream] = {}
+        self.minding: dict[GatewayStream, None] = {}  # these three: see `Laggard`
+        self.watched: dict[GatewayStream, None] = {}
+        self.blocked_ns = 0
+        self._lag = lag
         self._pace = pace
         self._marked: list[GatewayStream] = []
 
@@ -64,6 +73,12 @@ class Client:
     def user(self) -> str:
         """The CURVE key that it connected with; "" where there are no keys, and over HTTP."""
         return str(getattr(self.connection, "user", ""))
+
+    def take(self, stream: GatewayStream) -> None:
+        """It is this client's from now on; said again once it is known what it asks for."""
+        self.streams[stream.number] = stream
+        if stream.on_lag != "coalesce":
+            self.minding[stream] = None
 
     def mark(self, stream: GatewayStream) -> None:
         """`stream` has something to send."""
@@ -79,26 +94,41 @@ class Client:
     def release(self, stream: GatewayStream) -> None:
         """It is this client's no more. Idempotent."""
         if self.streams.get(stream.number) is stream:
-            del self.streams[stream.number]
+            self._forget(stream)
         if stream.is_marked:
             stream.is_marked = False
             self._marked.remove(stream)
 
+    def _forget(self, stream: GatewayStream) -> None:
+        self.streams.pop(stream.number, None)
+        self.minding.pop(stream, None)
+        self.watched.pop(stream, None)
+
     def clear(self) -> None:
         """Nobody is there to be told anything."""
         self.streams.clear()
+        self.minding.clear()
+        self.watched.clear()
         self._marked.clear()
 
     def flush(self) -> None:
         """Send what there is, unless the connection is blocked: then it is called again when it no longer is. What the
         pace does not allow now follows in the next turn of the loop.
         """
-        if not self._marked or self.connection.is_blocked:
+        if not self._marked:
+            self.blocked_ns = 0
             return
+        if self.connection.is_blocked:
+            if self.minding and self._lag is not None:
+                self._lag.blocked(self)
+            return
+        self.blocked_ns = 0
         share = self._pace.share
         if share:
             spent = self._hand_over(share * self.values_a_unit)
             self._pace.spend(-(-spent // self.values_a_unit))
+            if self.watched and self._lag is not None:
+                self._lag.moved(self)
         if self._marked:
             self._pace.wait(self)
 
@@ -106,6 +136,9 @@ class Client:
         """Who is owed something, and could take it, waits for a turn."""
         assert {stream for stream in self.streams.values() if stream.is_marked} == set(self._marked)
         assert not self._marked or self.connection.is_blocked or self in self._pace
+        mine = set(self.streams.values())
+        assert set(self.minding) == {stream for stream in mine if stream.on_lag != "coalesce"}
+        assert {stream for stream in mine if stream.is_held or stream.owed} == set(self.watched)
 
     def _hand_over(self, most: int) -> int:
         """Send about `most` values; how many it were. Streams that have more stay marked, last in the order."""
@@ -138,7 +171,7 @@ class Client:
             if stream.ending is not None:
                 endings.append(stream.ending)
                 told.append(stream)
-                self.streams.pop(stream.number, None)
+                self._forget(stream)
         if len(builder):
             messages.append(builder.build())
         for message in messages + endings:

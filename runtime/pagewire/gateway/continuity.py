@@ -20,6 +20,7 @@ from pagewire.errors import EngineLost, PagewireError, ProtocolError, TakenOver,
 from pagewire.gateway.absence import Absence
 from pagewire.gateway.asked import Asked, asked_of
 from pagewire.gateway.client import Client
+from pagewire.gateway.lag import Lag
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire.gateway.survivors import GatewaySurvivors, counts_of
 from pagewire.gateway.upstream import Upstream
@@ -66,12 +67,16 @@ class Continuity:
     Args:
         config: of the door.
         upstream: the streams as the engine knows them.
+        lag: told of streams whose clients come back.
         owner: the gateway.
         on_timeout: told when streams have waited for an engine for too long.
     """
 
-    def __init__(self, config: ServerConfig, upstream: Upstream, owner: Owner, on_timeout: Callable[[], None]) -> None:
+    def __init__(
+        self, config: ServerConfig, upstream: Upstream, lag: Lag, owner: Owner, on_timeout: Callable[[], None]
+    ) -> None:
         self._upstream = upstream
+        self._lag = lag
         self._owner = owner
         self.survivors = GatewaySurvivors(config, self._end_orphan)
         self.absence = Absence(config.replay_timeout_ms, on_timeout)
@@ -90,8 +95,11 @@ class Continuity:
             self.absence.begin()
         for stream in lost:
             stream.is_resuming = False
-            stream.num_deaths = 1 if stream.has_moved else stream.num_deaths + 1
-            stream.is_suspect, stream.has_moved = not stream.has_moved, False
+            if stream.has_moved:
+                stream.num_deaths = 1
+            elif not stream.is_idle:  # else nothing was computed for it
+                stream.num_deaths += 1
+            stream.is_suspect, stream.has_moved = not stream.has_moved and not stream.is_idle, False
             if stream.ending is not None:
                 continue
             if stream.recall is not None:  # its client asks again
@@ -175,8 +183,13 @@ class Continuity:
                 choice.finished = Finished(
                     stream=stream.number, choice=index, reason="cancelled", num_tokens=choice.received
                 )
+        stream.ending = self.done_here(stream)
+        self._owner.mark(stream)
+
+    def done_here(self, stream: GatewayStream) -> Done:
+        """The last word about a stream that does not wait for the engine's."""
         accepted = stream.accepted
-        stream.ending = Done(
+        return Done(
             stream=stream.number,
             seed=accepted.seed if accepted is not None else 0,
             usage=Usage(
@@ -185,7 +198,6 @@ class Continuity:
             ),
             timings=_NO_TIMINGS,
         )
-        self._owner.mark(stream)
 
     # ---- clients -----------------------------------------------------------------------------------------------------
 
@@ -234,13 +246,11 @@ class Continuity:
             before.release(stream)
             before.connection.send(refusal(TakenOver("it was resumed over another connection"), number))
         self.survivors.taken(stream)
-        if stream.is_paused:
-            stream.is_paused = False
-            self._upstream.pause(stream, paused=False)
         stream.owner, stream.number = client, message.stream
-        client.streams[message.stream] = stream
+        client.take(stream)
         stops = stream.asked.params.stop if stream.asked is not None else ()
         stream.reopen(counts, lambda: self._owner.new_text(stops, shows_text=stream.shows_text))
+        self._lag.given(client, stream)
         self._owner.mark(stream)
         return stream
 
@@ -249,7 +259,7 @@ class Continuity:
             raise Unavailable("no engine serves now; one is being started", retry_after_ms=_RETRY_AFTER_MS)
         stream = GatewayStream(number=message.stream, owner=client, choices=[], recall=message, resumable=True)
         self._upstream.recall(stream, message)
-        client.streams[message.stream] = stream
+        client.take(stream)
         return stream
 
     def _recalled(self, stream: GatewayStream, message: Accepted) -> None:
@@ -270,6 +280,7 @@ class Continuity:
             self._owner.fail(stream, error)
             return
         stream.recall = None
+        stream.owner.take(stream)
         stream.prompt_ids = message.prompt_ids
         stream.accepted = msgspec.structs.replace(message, prompt_ids=b"", output_ids=(), memo=b"")
         self.survivors.add(stream)

@@ -28,6 +28,7 @@ from pagewire.errors import (
     PagewireError,
     PromptTooLong,
     ProtocolError,
+    SlowReader,
     Unavailable,
     UnknownStream,
     UnsupportedFeature,
@@ -36,6 +37,7 @@ from pagewire.gateway.asked import asked_in
 from pagewire.gateway.client import Client, Peer
 from pagewire.gateway.columns import Run, runs
 from pagewire.gateway.continuity import Continuity
+from pagewire.gateway.lag import Lag
 from pagewire.gateway.pace import Pace
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire.gateway.upstream import Upstream
@@ -106,7 +108,8 @@ class Gateway:
         self._clients: dict[Peer, Client] = {}
         self.pace = Pace()
         self._upstream = Upstream(to_engine)
-        self._continuity = Continuity(config, self._upstream, self, self._engine_missed)
+        self._lag = Lag(config, self._upstream.pause, self._end_slow)
+        self._continuity = Continuity(config, self._upstream, self._lag, self, self._engine_missed)
         self._preparing: dict[GatewayStream, asyncio.Task[None]] = {}
         self._touched: dict[Client, None] = {}
         self._refusing: PagewireError | None = Unavailable(
@@ -248,7 +251,9 @@ class Gateway:
         """
         client = self._clients.get(connection)
         if client is None:
-            client = self._clients[connection] = Client(connection, self.pace, self._continuity.survivors.told)
+            client = self._clients[connection] = Client(
+                connection, self.pace, self._continuity.survivors.told, self._lag
+            )
         try:
             if isinstance(message, Generate):
                 self._generate(client, message)
@@ -259,7 +264,7 @@ class Gateway:
             elif isinstance(message, Pause):
                 stream = self._owned(client, message.stream)
                 stream.is_paused = message.paused
-                self._upstream.pause(stream, paused=message.paused)
+                self._upstream.pause(stream)
             else:
                 self._finish(self._owned(client, message.stream), message)
         finally:
@@ -317,7 +322,7 @@ class Gateway:
             resumable=message.resumable,
         )
         self._num_requests += 1
-        client.streams[message.stream] = stream
+        client.take(stream)
         if message.prompt_ids is not None:
             self._start(stream, message.prompt_ids)
         else:
@@ -491,6 +496,22 @@ class Gateway:
             stream.ending = refusal(error, stream.number)
             self.mark(stream)
 
+    def _end_slow(self, stream: GatewayStream) -> None:
+        """Its client is too slow. It is told so ahead of what it has not read, which a resume fetches."""
+        client, number = stream.owner, stream.number
+        try:
+            for index, choice in enumerate(stream.choices):
+                stream.end(Finished(stream=number, choice=index, reason="cancelled", num_tokens=choice.received))
+        except Exception as error:  # noqa: BLE001  (F7)
+            self._fault(stream, error, "ending a text")
+            return
+        self.leave_engine(stream)
+        client.release(stream)
+        stream.ending = self._continuity.done_here(stream)
+        self._continuity.survivors.told(client, stream)
+        rest = "; resume it for the rest of what was generated" if stream.owner is not client else ""
+        client.connection.send(refusal(SlowReader(f"its tokens were not read in time{rest}", field="on_lag"), number))
+
     def _fault(self, stream: GatewayStream, error: Exception, doing: str) -> None:
         """An exception of our own code: it ends this stream and no other (F7)."""
         _log.error("stream_failed", doing=doing, exc_info=error)
@@ -524,8 +545,6 @@ def _prompt_field(message: Generate) -> str:
         raise UnsupportedFeature("is for gateways, at an engine", field=field)
     if message.client:
         raise UnsupportedFeature("is for gateways, at an engine", field="client")
-    if message.on_lag != "coalesce":
-        raise UnsupportedFeature("is not served here", field="on_lag")
     given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(message, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(

@@ -210,6 +210,7 @@ def _open_door(config: ServerConfig, gateway: Gateway, curve: ServerCurve | None
         max_message_bytes=config.max_message_bytes,
         heartbeat_ms=config.heartbeat_ms,
         heartbeat_timeout_ms=config.heartbeat_timeout_ms,
+        unread_timeout_ms=config.unread_timeout_ms,
     )
 
     def on_fault(doing: str, error: Exception) -> None:

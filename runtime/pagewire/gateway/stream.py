@@ -22,7 +22,7 @@ from pagewire.errors import InternalError
 from pagewire.gateway.asked import Asked
 from pagewire.gateway.columns import LogprobRun, Run, TokensBuilder
 from pagewire_client.text.text_stream import TextStream
-from pagewire_transport.messages import Accepted, Done, Error, Finished, PromptLogprobs, Resume
+from pagewire_transport.messages import Accepted, Done, Error, Finished, OnLag, PromptLogprobs, Resume
 
 if TYPE_CHECKING:
     from pagewire.gateway.client import Client
@@ -234,6 +234,8 @@ class GatewayStream:
         is_resuming: the engine was asked whether it still has it.
         is_cancelled: by its client.
         is_paused: by its client; whoever resumes it goes on with it.
+        is_held: paused since its client lags; see `Lag`.
+        owed: tokens of a choice that were pending when its client came back: they are not held against it.
         num_deaths: engines that died under it, one after another, without giving it a token.
         has_moved: it got a token from this engine.
         is_suspect: the last engine died before it got a token from it.
@@ -258,6 +260,8 @@ class GatewayStream:
     is_resuming: bool = False
     is_cancelled: bool = False
     is_paused: bool = False
+    is_held: bool = False
+    owed: int = 0
     num_deaths: int = 0
     has_moved: bool = False
     is_suspect: bool = False
@@ -270,6 +274,21 @@ class GatewayStream:
     def prompt_field(self) -> str:
         """What the client named its prompt by; an engine's complaint about `prompt_ids` is about this."""
         return self.asked.prompt_field if self.asked is not None else "prompt_ids"
+
+    @property
+    def on_lag(self) -> OnLag:
+        """What its client wants to happen when it lags."""
+        return self.asked.on_lag if self.asked is not None else "coalesce"
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is to be generated for it now."""
+        return self.is_paused or self.is_held
+
+    @property
+    def lag(self) -> int:
+        """Tokens that wait for its client, of that choice which has most and goes on."""
+        return max((len(choice.pending.ids) for choice in self.choices if choice.finished is None), default=0)
 
     @property
     def request_id(self) -> str:

@@ -91,6 +91,8 @@ class Upstream:
     def _add(self, number: int, stream: GatewayStream) -> None:
         stream.upstream = number
         self._streams[number] = stream
+        if stream.is_idle:  # since before this engine had it
+            self.pause(stream)
 
     def get(self, number: int) -> GatewayStream | None:
         """The stream. None: ended, or never ours."""
@@ -117,10 +119,10 @@ class Upstream:
         if stream.upstream is not None and stream.upstream in self._streams:
             self._tell(Cancel(stream=stream.upstream))
 
-    def pause(self, stream: GatewayStream, *, paused: bool) -> None:
-        """Let nothing be generated for it, or go on, if the engine has it."""
+    def pause(self, stream: GatewayStream) -> None:
+        """Tell whether anything is to be generated for it now, if the engine has it."""
         if stream.upstream is not None and stream.upstream in self._streams:
-            self._tell(Pause(stream=stream.upstream, paused=paused))
+            self._tell(Pause(stream=stream.upstream, paused=stream.is_idle))
 
     def finish(self, stream: GatewayStream, choice: int, at: int) -> None:
         """Cut a choice after `at` tokens, if the engine has the stream."""
