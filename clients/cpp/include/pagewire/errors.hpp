@@ -8,7 +8,7 @@
 //   ├── ProtocolError         "protocol"          a frame that is no message, or one that is out of order
 //   │   └── VersionMismatch   "version"           no protocol version in common
 //   ├── Overloaded            "overloaded"        full; try again after `retry_after_ms`
-//   │   └── SlowReader        "slow_reader"       tokens were not read in time; the stream can be resumed
+//   │   └── SlowReader        "slow_reader"       tokens were not read in time; `resume` fetches them
 //   ├── Draining              "draining"          the server is shutting down
 //   ├── Unauthorized          "unauthorized"      key or capability refused
 //   ├── Cancelled             "cancelled"         ended by its owner
