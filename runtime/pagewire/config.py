@@ -148,7 +148,22 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
         str, msgspec.Meta(description="file made by `pagewire keys curve allow`: whose keys are let in over ZeroMQ")
     ] = ""
     max_connections: Annotated[int, msgspec.Meta(ge=1, description="connections at most")] = 1024
+    max_connections_per_key: Annotated[
+        int, msgspec.Meta(ge=1, description="connections of one CURVE key; connections without keys are not counted so")
+    ] = 256
+    max_strangers: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1, description="connections that have not said hello; beyond it the one that waits longest is cut"
+        ),
+    ] = 1024
+    hello_timeout_ms: Annotated[
+        int, msgspec.Meta(ge=100, description="time for a connection's handshake and hello; then it is cut")
+    ] = 10_000
     max_streams_per_connection: Annotated[int, msgspec.Meta(ge=1, description="open streams of one connection")] = 4096
+    max_streams_per_key: Annotated[
+        int, msgspec.Meta(ge=1, description="open streams of one CURVE key, over all its connections")
+    ] = 4096
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1024, description="largest message taken")] = 16 * 2**20
     heartbeat_ms: Annotated[int, msgspec.Meta(ge=10, description="how often a client pings")] = 1000
     heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=50, description="silence after which a peer is lost")] = 10_000
@@ -223,8 +238,14 @@ class HttpConfig(_Section, frozen=True, kw_only=True):
         bool, msgspec.Meta(description="serve other machines without asking for keys; behind a proxy that does")
     ] = False
     max_requests: Annotated[int, msgspec.Meta(ge=1, description="HTTP requests answered at once; more get 429")] = 1024
+    max_requests_per_key: Annotated[
+        int, msgspec.Meta(ge=1, description="HTTP requests of one API key answered at once; more get 429")
+    ] = 1024
     max_idle_connections: Annotated[
-        int, msgspec.Meta(ge=1, description="HTTP connections that ask nothing; more are closed")
+        int,
+        msgspec.Meta(
+            ge=1, description="HTTP connections that ask nothing; beyond it the one idle for longest is closed"
+        ),
     ] = 1024
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024, description="largest body taken")] = 8 * 2**20
     max_header_bytes: Annotated[int, msgspec.Meta(ge=256, description="longest header, and longest first line")] = 8192

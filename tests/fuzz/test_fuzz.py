@@ -112,4 +112,4 @@ async def test_a_few_thousand_frames_harm_nobody(which):
         with contextlib.suppress(asyncio.CancelledError):
             await running
         assert faults == engine.faults == []
-        assert max(len(door._offences), len(door._ignored)) <= 1024
+        assert door._offenders.num <= 1024

@@ -35,12 +35,14 @@ async def serve(core=None, **config):
 class RawPeer:
     """A DEALER that sends what it is told, and reads only when told."""
 
-    def __init__(self, url, *, identity=None, receive_hwm=1000):
+    def __init__(self, url, *, identity=None, receive_hwm=1000, reconnects=True):
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.sndhwm = 0  # its sends must not wait: the server runs on the same loop
         self.socket.rcvhwm = receive_hwm
+        if not reconnects:
+            self.socket.reconnect_ivl = -1
         if identity is not None:
             self.socket.setsockopt(zmq.ROUTING_ID, identity)
         self.socket.connect(url)

@@ -20,7 +20,7 @@ from pagewire import curve_keys
 from pagewire.config import ServerConfig
 from pagewire_transport.curve import AllowList, ServerCurve, load_allowed, load_key_pair
 from pagewire_transport.door import Door
-from pagewire_transport.errors import ConfigError, ConnectionLost, Unauthorized
+from pagewire_transport.errors import ConfigError, ConnectionLost, Overloaded, Unauthorized
 from pagewire_transport.handler import DoorLimits
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
@@ -261,3 +261,18 @@ def test_a_server_needs_both_files(keys, given):
     assert caught.value.field.startswith("server.curve_")
     assert caught.value.field != f"server.{given}"
     assert curve_keys.server_curve(ServerConfig()) is None
+
+
+async def test_a_key_has_so_many_connections_and_another_is_not_concerned(keys):
+    async with locked(keys, max_connections_per_key=2) as (door, _), keys.connect(door, "bob"):
+        async with keys.connect(door, "alice"), keys.connect(door, "alice"):
+            with pytest.raises(Overloaded, match="2 connections") as refused:
+                async with keys.connect(door, "alice", timeout_s=0.3):
+                    pass
+            assert refused.value.retry_after_ms
+            async with keys.connect(door, "bob"):
+                assert len(door.connections) == 4
+        await until(lambda: len(door.connections) == 1)
+        async with keys.connect(door, "alice"):
+            assert len(door.connections) == 2
+        await until(lambda: len(door._of_key) == 1)

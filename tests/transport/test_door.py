@@ -173,8 +173,7 @@ async def test_junk_by_the_thousand():
         with RawPeer(door.url) as peer:
             await peer.hello()
         assert handler.faults == []
-        assert len(door._offences) <= 1024
-        assert len(door._ignored) <= 1024
+        assert door._offenders.num <= 1024
 
 
 async def test_refusals_and_faults_of_the_handler_are_answered():

@@ -8,8 +8,10 @@ import pytest
 import uvloop
 import zmq
 
+from pagewire_transport.client_socket import ClientSocket
 from pagewire_transport.errors import ConfigError
-from pagewire_transport.sockets import BATCH, ClientSocket, PeerGone, ServerSocket
+from pagewire_transport.sockets import BATCH, PeerGone, ServerSocket
+from pagewire_transport.strangers import Strangers
 
 MAX = 10_000
 MADE = []
@@ -34,6 +36,7 @@ def url(request):
 
 
 def server(url, on_frame, on_change=lambda: None, **options):
+    options = {"strangers": Strangers(max_num=99, timeout_ms=10_000), "handshake_ms": 10_000, **options}
     MADE.append(ServerSocket(url, on_frame=on_frame, on_change=on_change, max_message_bytes=MAX, **options))
     return MADE[-1]
 

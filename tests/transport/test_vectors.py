@@ -54,7 +54,8 @@ def test_a_client_takes_every_message_of_a_server(vector):
 @pytest.mark.parametrize(
     "name",
     [
-        "max_connections", "max_streams_per_connection", "heartbeat_ms", "heartbeat_timeout_ms", "resume_grace_ms",
+        "max_connections", "max_connections_per_key", "max_strangers", "hello_timeout_ms", "max_streams_per_connection",
+        "max_streams_per_key", "heartbeat_ms", "heartbeat_timeout_ms", "resume_grace_ms",
         "max_kept_streams",
     ],
 )  # fmt: skip

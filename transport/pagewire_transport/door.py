@@ -6,7 +6,9 @@
        ▼                   lost: `handler.on_lost`, once, whatever the reason
     refused; ignored for a while after too many offences
 
-Bounded (F11, F18): connections, offences, remembered strangers, and frames that a peer does not take.
+A stranger that does not say hello in time, or is one of too many, is cut (`strangers`); so is a connection that was lost and
+does not begin anew. Bounded (F11, F18): connections, of all and of each key, strangers, remembered offenders, and frames
+that a peer does not take.
 """
 
 from __future__ import annotations
@@ -55,14 +57,15 @@ from pagewire_transport.messages import (
     Resume,
     Stats,
 )
+from pagewire_transport.offenders import Offenders
 from pagewire_transport.sockets import PeerGone, ServerSocket
+from pagewire_transport.strangers import Strangers
+from pagewire_transport.tally import Tally
 
 HELLO_FIRST: Final = "hello"
 """`field` of the refusal that tells a client that it is not (or no longer) known here."""
 
 _RETRIES_A_ROUND: Final = 32
-_MAX_STRANGERS: Final = 1024
-_IGNORED_FOR_NS: Final = 60 * 10**9
 _RETRY_AFTER_MS: Final = 1000
 
 
@@ -105,18 +108,21 @@ class Door:
         self._loop = asyncio.get_running_loop()
         self._connections: dict[bytes, Connection] = {}
         self._blocked: dict[Connection, None] = {}
-        self._offences: dict[bytes, int] = {}
-        self._ignored: dict[bytes, int] = {}
+        self._offenders = Offenders(limits.max_offences)
+        self._of_key = Tally()
         self._retry: asyncio.TimerHandle | None = None
         self._socket = ServerSocket(
             url,
             on_frame=self._on_frame,
             on_change=self._on_change,
             max_message_bytes=limits.max_message_bytes,
+            strangers=Strangers(max_num=limits.max_strangers, timeout_ms=limits.hello_timeout_ms),
+            handshake_ms=limits.hello_timeout_ms,
             curve=curve,
+            now_ns=now_ns,
         )
         self.url = self._socket.url
-        self._tick_ns = max(limits.heartbeat_timeout_ms * 1_000_000 // 4, 5_000_000)
+        self._tick_ns = max(min(limits.heartbeat_timeout_ms, limits.hello_timeout_ms) * 1_000_000 // 4, 5_000_000)
         self._ticked_ns = now_ns()
         self._ticker = self._loop.call_later(self._tick_ns * 1e-9, self._tick)
 
@@ -124,6 +130,11 @@ class Door:
     def connections(self) -> list[Connection]:
         """Those that are open."""
         return [connection for connection in self._connections.values() if connection.is_open]
+
+    @property
+    def num_closed(self) -> int:
+        """Connections of libzmq's, strangers among them, that came and went since the start."""
+        return self._socket.num_closed
 
     async def close(self) -> None:
         """Send what was sent, stop listening, free the address. The handler is not told of the connections' end."""
@@ -208,6 +219,8 @@ class Door:
                 self._take_of_stranger(peer, frame)
             elif connection.is_open:
                 connection.heard_ns = self._now_ns()
+                if self._socket.is_strange:
+                    self._socket.welcomed(peer)
                 self._take(connection, frame)
         except Exception as error:  # noqa: BLE001  (nothing that a peer sends gets out of the loop: F11)
             self._on_fault("taking a frame", error)
@@ -221,7 +234,7 @@ class Door:
             if isinstance(error, ProtocolError):
                 connection.offences += 1
                 if connection.offences >= self._limits.max_offences:
-                    self._ignore(connection.peer)
+                    self._offenders.ignore(connection.peer, self._now_ns())
                     self._lose(connection, ProtocolError("too many messages that are none"))
             return
         if isinstance(message, StreamMessage):
@@ -276,11 +289,8 @@ class Door:
         connection.send(refusal(error, stream))
 
     def _take_of_stranger(self, peer: bytes, frame: bytes) -> None:
-        ignored_until = self._ignored.get(peer)
-        if ignored_until is not None:
-            if self._now_ns() < ignored_until:
-                return
-            del self._ignored[peer]
+        if self._offenders.is_ignored(peer, self._now_ns()):
+            return
         try:
             message = decode_client(frame, self._limits.max_message_bytes)
             if isinstance(message, Hello):
@@ -289,11 +299,7 @@ class Door:
             raise ProtocolError("this connection is not known here: say hello first", field=HELLO_FIRST)
         except PagewireError as error:
             self._answer_stranger(peer, refusal(error, stream_to_refuse(frame)))
-        offences = self._offences.pop(peer, 0) + 1
-        if offences >= self._limits.max_offences:
-            self._ignore(peer)
-        else:
-            _remember(self._offences, peer, offences)
+        self._offenders.offended(peer, self._now_ns())
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
         try:
@@ -306,6 +312,11 @@ class Door:
                     f"{self._limits.max_connections} connections are open, no more are allowed",
                     retry_after_ms=_RETRY_AFTER_MS,
                 )
+            most = self._limits.max_connections_per_key
+            if self._socket.user and self._of_key.of(self._socket.user) >= most:
+                raise Overloaded(
+                    f"this key has {most} connections, no more are allowed", retry_after_ms=_RETRY_AFTER_MS
+                )
             welcome = msgspec.structs.replace(
                 self._handler.welcome(),
                 limits=Limits(max_offences=self._limits.max_offences),
@@ -313,10 +324,14 @@ class Door:
             )
         except PagewireError as error:
             self._answer_stranger(peer, refusal(error, None))
+            if error.retry_after_ms is not None:
+                self._socket.refused()
             return
-        self._offences.pop(peer, None)
+        self._offenders.forgive(peer)
         connection = Connection(self, peer, hello.client, self._now_ns(), self._socket.user)
         self._connections[peer] = connection
+        self._of_key.add(connection.user)
+        self._socket.welcomed(peer)
         connection.send(welcome)
 
     def _answer_stranger(self, peer: bytes, message: FromServer) -> None:
@@ -324,9 +339,6 @@ class Door:
             self._socket.try_send(peer, encode(message))
         except PeerGone:
             return
-
-    def _ignore(self, peer: bytes) -> None:
-        _remember(self._ignored, peer, self._now_ns() + _IGNORED_FOR_NS)
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
@@ -340,7 +352,9 @@ class Door:
             return
         connection.is_open = False
         del self._connections[connection.peer]
+        self._of_key.remove(connection.user)
         self._blocked.pop(connection, None)
+        self._socket.lost(connection.peer)
         self._guarded(connection, "ending a connection", self._handler.on_lost, connection, reason)
 
     def _tick(self) -> None:
@@ -353,6 +367,7 @@ class Door:
         self._ticker = self._loop.call_later(self._tick_ns * 1e-9, self._tick)
         if is_late:
             return
+        self._socket.cut_strangers()
         timeout_ms = self._limits.heartbeat_timeout_ms
         for connection in list(self._connections.values()):
             if now_ns - connection.heard_ns > timeout_ms * 1_000_000:
@@ -362,8 +377,7 @@ class Door:
             if connection.num_unsent and now_ns - connection.blocked_ns > unread_ms * 1_000_000:
                 self._lose(connection, SlowReader(f"the client read nothing for {unread_ms} ms"))
         self.check_keys()
-        for peer in [peer for peer, until in self._ignored.items() if until <= now_ns]:
-            del self._ignored[peer]
+        self._offenders.expire(now_ns)
         self._on_change()
 
     def _guarded(
@@ -398,11 +412,3 @@ def _load(stats: dict[str, float], *, is_ready: bool) -> Load:
         kv_blocks=of("kv_blocks"),
         kv_blocks_used=of("kv_blocks_used"),
     )
-
-
-def _remember(table: dict[bytes, int], peer: bytes, value: int) -> None:
-    """Put it last, and forget the first if there are too many."""
-    table.pop(peer, None)
-    table[peer] = value
-    if len(table) > _MAX_STRANGERS:
-        del table[next(iter(table))]

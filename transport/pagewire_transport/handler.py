@@ -19,6 +19,12 @@ class DoorLimits:
     """What peers may do."""
 
     max_connections: int = 1024
+    max_connections_per_key: int = 256
+    """Of one CURVE key."""
+    max_strangers: int = 1024
+    """Connections that have not said hello; beyond it the one that waits longest is cut."""
+    hello_timeout_ms: int = 10_000
+    """How long a connection may be one of them."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
     heartbeat_ms: int = 1000
     heartbeat_timeout_ms: int = 10_000

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Final
 
 from pagewire_transport.backoff import LONGEST_S, Backoff
+from pagewire_transport.client_socket import ClientSocket
 from pagewire_transport.codec import MAX_REPLY_BYTES, decode_server, encode
 from pagewire_transport.curve import ClientCurve
 from pagewire_transport.door import HELLO_FIRST, refusal
@@ -37,7 +38,6 @@ from pagewire_transport.errors import (
     from_code,
 )
 from pagewire_transport.messages import Error, FromClient, FromServer, Goodbye, Hello, Ping, Pong, Welcome
-from pagewire_transport.sockets import ClientSocket
 
 _DEFAULT_HEARTBEAT_MS: Final = 1000
 _DEFAULT_TIMEOUT_MS: Final = 10_000

@@ -13,17 +13,18 @@ every one).
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import time
 from collections.abc import Callable
 from typing import Final
 
 import zmq
 from zmq.backend import Socket as Backend
-from zmq.utils.monitor import parse_monitor_message
 
-from pagewire_transport.curve import USER, ClientCurve, ServerCurve, ZapHandler
-from pagewire_transport.endpoints import Binding, bind, parse
+from pagewire_transport.curve import USER, ServerCurve, ZapHandler
+from pagewire_transport.endpoints import Binding, bind
 from pagewire_transport.errors import ConfigError, ConnectionLost
+from pagewire_transport.strangers import Strangers
+from pagewire_transport.wires import Wires
 
 BATCH: Final = 64
 """Frames taken in one round of the loop."""
@@ -35,6 +36,9 @@ RECEIVE_HWM: Final = 32
 LOOK_EVERY_S: Final = 1e-3
 """Between two looks at the socket that only a send gave reason for."""
 
+_BACKLOG: Final = 1024
+"""Connections that the kernel holds until libzmq's thread takes them; its own 100 are gone in a moment when many come at once."""
+
 LINGER_MS: Final = 500
 """At close, time for what was sent and is not with the kernel yet."""
 
@@ -44,22 +48,12 @@ _SNDMORE: Final = int(zmq.SNDMORE)
 _RCVMORE: Final = int(zmq.RCVMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 
-_WATCHED: Final = int(
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
-_DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
-_ZAP_REFUSED: Final = 400
-
 
 class PeerGone(ConnectionLost):
     """The peer's connection no longer exists."""
 
 
-class _LoopSocket:
+class LoopSocket:
     """What both sockets share: the watch on the descriptor, and the end.
 
     Args:
@@ -163,7 +157,7 @@ class _LoopSocket:
         pass
 
 
-class ServerSocket(_LoopSocket):
+class ServerSocket(LoopSocket):
     """A ROUTER: many peers, each named by the identity that libzmq gives its connection.
 
     Bounded: at most `send_hwm` + `receive_hwm` frames a peer wait inside, and no call ever waits for a peer (F8).
@@ -172,7 +166,10 @@ class ServerSocket(_LoopSocket):
         url: see `endpoints`; the real one is in the attribute.
         on_frame: takes (peer, frame); must not raise. A message of more than one part is passed on as an empty frame.
         on_change: called after activity: a peer for which `try_send` was False may take a frame again.
+        strangers: counts connections that have not said hello, and says whom to cut.
+        handshake_ms: time for ZeroMQ's own handshake.
         curve: keys, and who may connect; without them public addresses are refused.
+        now_ns: the clock for strangers.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -187,17 +184,28 @@ class ServerSocket(_LoopSocket):
         max_message_bytes: int,
         send_hwm: int = SEND_HWM,
         receive_hwm: int = RECEIVE_HWM,
+        strangers: Strangers,
+        handshake_ms: int,
         curve: ServerCurve | None = None,
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         super().__init__(zmq.ROUTER, max_message_bytes, send_hwm, receive_hwm)
         self.user = ""
         """With keys: the public key by whose connection the frame came that `on_frame` is told of."""
+        self.is_strange = False
+        """The connection by which that frame came is not known as its peer's (yet): see `welcomed`."""
+        self._source = -1
+        self._strangers = strangers
+        self._now_ns = now_ns
         self._zap: ZapHandler | None = None
         self._on_frame = on_frame
         self._on_change = on_change
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that restarts under an identity of its own choice takes it over; its `hello` starts it anew (F12).
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, handshake_ms)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self._wires = Wires(self._context, self._socket, strangers, now_ns)
         try:
             if curve is not None:
                 self._zap = ZapHandler(self._context, curve.allowed.name_of)
@@ -205,13 +213,37 @@ class ServerSocket(_LoopSocket):
             self._binding: Binding = bind(self._socket, url, has_keys=curve is not None)
         except ConfigError:
             self._is_open = False
+            self._wires.close()
             if self._zap is not None:
                 self._zap.close()
             self._socket.close(linger=0)
             self._context.term()
             raise
         self.url = self._binding.url
+        self._wires.bound(self.url)
         self._watch()
+
+    def welcomed(self, peer: bytes) -> None:
+        """`peer`, whose frame `on_frame` is just being told of, is no stranger any more."""
+        self._wires.look()  # it may have come a moment ago
+        self._strangers.welcomed(self._source, peer)
+
+    def refused(self) -> None:
+        """Whose frame `on_frame` is just being told of was asked to try again: a stranger still, with new patience."""
+        self._strangers.refused(self._source, self._now_ns())
+
+    def lost(self, peer: bytes) -> None:
+        """`peer` is a stranger again. Idempotent."""
+        self._wires.left(peer)
+
+    def cut_strangers(self) -> None:
+        """End the connections of those that were strangers for too long. To be called now and then."""
+        self._wires.cut_overdue()
+
+    @property
+    def num_closed(self) -> int:
+        """Connections that came and went, those of strangers that were cut among them."""
+        return self._wires.num_closed
 
     def try_send(self, peer: bytes, frame: bytes) -> bool:
         """Hand a frame over for `peer`. False: it has as many waiting as may wait; `on_change` tells when to try again.
@@ -234,9 +266,12 @@ class ServerSocket(_LoopSocket):
 
     def _take(self) -> None:
         peer = self._receive(_NOBLOCK)
-        if self._zap is not None and self._get(_RCVMORE):
+        self.is_strange, self._source = not self._strangers.knows(peer), -1
+        if (self._zap is not None or self.is_strange) and self._get(_RCVMORE):
             message = self._socket.recv(zmq.NOBLOCK, copy=False)
-            self.user, frame = str(message.get(USER)), message.bytes
+            self._source, frame = _source(message), message.bytes
+            if self._zap is not None:
+                self.user = str(message.get(USER))
         else:
             frame = self._receive(_NOBLOCK) if self._get(_RCVMORE) else b""
         while self._get(_RCVMORE):
@@ -255,141 +290,16 @@ class ServerSocket(_LoopSocket):
     def _close_socket(self, linger_ms: int) -> None:
         if self._zap is not None:
             self._zap.close()
+        self._wires.close()
         super()._close_socket(linger_ms)
 
     def _ended(self) -> None:
         self._binding.release()
 
 
-class ClientSocket(_LoopSocket):
-    """A DEALER connected to one server.
-
-    What is sent before there is a connection waits inside, and is lost with the socket.
-
-    Args:
-        on_frame: takes a frame; must not raise.
-        on_change: called after activity: `try_send` may succeed again.
-        on_connect: there is a connection.
-        on_failed: somebody took the connection and closed it before a word was exchanged: a server that is just starting or
-            ending, a proxy with nobody behind it, or one that asks for keys (`why_failed`). libzmq would try again at once,
-            and for ever; where nobody listens at all it does so by itself, as `retry_ms` says, and this is not called.
-        on_disconnect: the connection that was there broke. All that arrived before has been handed to `on_frame`.
-            libzmq would connect again by itself, but to the server that is a new peer: make a new socket.
-        on_denied: told why the server does not let us connect: keys that are missing, wrong, or not on its list.
-        curve: the keys, for a server that asks for them.
-        retry_ms: first and longest pause between attempts where nobody listens.
-
-    Raises:
-        ConfigError: the URL is no endpoint.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        on_frame: Callable[[bytes], None],
-        on_change: Callable[[], None],
-        on_disconnect: Callable[[], None],
-        on_connect: Callable[[], None] = lambda: None,
-        on_failed: Callable[[], None] = lambda: None,
-        on_denied: Callable[[str], None] = lambda reason: None,  # noqa: ARG005
-        curve: ClientCurve | None = None,
-        max_message_bytes: int,
-        send_hwm: int = 1024,
-        receive_hwm: int = RECEIVE_HWM,
-        retry_ms: tuple[int, int] = (50, 2000),
-    ) -> None:
-        endpoint = parse(url)
-        super().__init__(zmq.DEALER, max_message_bytes, send_hwm, receive_hwm)
-        self._on_frame = on_frame
-        self._on_change = on_change
-        self._on_disconnect = on_disconnect
-        self._on_connect = on_connect
-        self._on_failed = on_failed
-        self._on_denied = on_denied
-        self.is_connected = False
-        self._has_keys = curve is not None
-        if curve is not None:
-            curve.set_options(self._socket)
-        self._socket.setsockopt(zmq.IPV6, int(endpoint.is_ipv6))
-        self._socket.setsockopt(zmq.RECONNECT_IVL, retry_ms[0])
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, retry_ms[1])
-        self._monitor = self._socket.get_monitor_socket(_WATCHED)
-        self._loop.add_reader(self._monitor.fileno(), self._look_at_monitor)
-        self._loop.call_soon(self._look_at_monitor)  # its descriptor stays silent until it was found empty once
-        self._socket.connect(endpoint.url)
-        self.url = endpoint.url
-        self._watch()
-
-    def try_send(self, frame: bytes) -> bool:
-        """Hand a frame over. False: as many wait as may wait; `on_change` tells when to try again.
-
-        Raises:
-            PeerGone: the socket was closed.
-        """
-        if not self._is_open:
-            raise PeerGone("the socket is closed")
-        self._due()
-        try:
-            self._send(frame, _NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def _take(self) -> None:
-        frame = self._receive(_NOBLOCK)
-        while self._get(_RCVMORE):
-            frame = b""
-            self._receive(_NOBLOCK)
-        self._on_frame(frame)
-
-    def _changed(self) -> None:
-        self._on_change()
-
-    def _look_at_monitor(self) -> None:
-        before, is_broken, has_failed = self.is_connected, False, False
-        with contextlib.suppress(zmq.Again):
-            while self._is_open:
-                event = parse_monitor_message(self._monitor.recv_multipart(_NOBLOCK))
-                number = int(event["event"])
-                if number == _DISCONNECTED:
-                    is_broken, has_failed = is_broken or self.is_connected, not self.is_connected
-                    self.is_connected = False
-                else:
-                    self._note(number, int(event["value"]))
-        if not self._is_open:
-            return
-        if is_broken:
-            while self._is_open and self.receive_now() == BATCH:
-                pass
-            if self._is_open:
-                self._on_disconnect()
-        elif self.is_connected and not before:
-            self._on_connect()
-        elif has_failed and not self.is_connected:
-            self._on_failed()
-
-    def _note(self, event: int, value: int) -> None:
-        """What libzmq says of the connection."""
-        if event == int(zmq.EVENT_HANDSHAKE_SUCCEEDED):
-            self.is_connected = True
-        elif event != int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):  # that is followed by a disconnection
-            self._on_denied(self._why_denied(event, value))
-
-    def _why_denied(self, event: int, value: int) -> str:
-        if event == int(zmq.EVENT_HANDSHAKE_FAILED_AUTH):
-            return "our key is not on the server's list" if value == _ZAP_REFUSED else "the server refuses our key"
-        return self.why_failed
-
-    @property
-    def why_failed(self) -> str:
-        """What it means where handshakes fail time after time without a reason."""
-        if not self._has_keys:
-            return "the server asks for keys (server_key and key_file)"
-        return "the server's key is another one, or it has none"
-
-    def _close_socket(self, linger_ms: int) -> None:
-        self._loop.remove_reader(self._monitor.fileno())
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        super()._close_socket(linger_ms)
+def _source(message: zmq.Frame) -> int:
+    """The descriptor of the connection that it came by; -1 where libzmq does not know (any more)."""
+    try:
+        return int(message.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1

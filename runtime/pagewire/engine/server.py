@@ -143,6 +143,9 @@ class WireServer:
             handler=self,
             limits=DoorLimits(
                 max_connections=server.max_connections,
+                max_connections_per_key=server.max_connections_per_key,
+                max_strangers=server.max_strangers,
+                hello_timeout_ms=server.hello_timeout_ms,
                 max_message_bytes=server.max_message_bytes,
                 heartbeat_ms=server.heartbeat_ms,
                 heartbeat_timeout_ms=server.heartbeat_timeout_ms,

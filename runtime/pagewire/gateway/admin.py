@@ -54,6 +54,8 @@ class OwnersDesk:
         """
         limits = DoorLimits(
             max_connections=_MAX_CONNECTIONS,
+            max_strangers=_MAX_CONNECTIONS,
+            hello_timeout_ms=self._config.hello_timeout_ms,
             max_message_bytes=_MAX_MESSAGE_BYTES,
             heartbeat_ms=self._config.heartbeat_ms,
             heartbeat_timeout_ms=self._config.heartbeat_timeout_ms,

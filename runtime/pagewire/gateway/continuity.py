@@ -21,6 +21,7 @@ from pagewire.gateway.absence import Absence
 from pagewire.gateway.asked import Asked, asked_of
 from pagewire.gateway.client import Client
 from pagewire.gateway.lag import Lag
+from pagewire.gateway.per_key import PerKey
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire.gateway.survivors import GatewaySurvivors, counts_of
 from pagewire.gateway.upstream import Upstream
@@ -69,15 +70,23 @@ class Continuity:
         upstream: the streams as the engine knows them.
         lag: told of streams whose clients come back.
         owner: the gateway.
+        per_key: counts streams that wait for their client.
         on_timeout: told when streams have waited for an engine for too long.
     """
 
     def __init__(
-        self, config: ServerConfig, upstream: Upstream, lag: Lag, owner: Owner, on_timeout: Callable[[], None]
+        self,
+        config: ServerConfig,
+        upstream: Upstream,
+        lag: Lag,
+        owner: Owner,
+        per_key: PerKey,
+        on_timeout: Callable[[], None],
     ) -> None:
         self._upstream = upstream
         self._lag = lag
         self._owner = owner
+        self._per_key = per_key
         self.survivors = GatewaySurvivors(config, self._end_orphan)
         self.absence = Absence(config.replay_timeout_ms, on_timeout)
         self._is_closing = False
@@ -219,8 +228,11 @@ class Continuity:
         comes_back = comes_back and not self._is_closing
         self.survivors.client_lost(client, comes_back=comes_back)
         for stream in list(client.streams.values()):
-            if comes_back and self.survivors.lose(stream):
-                continue
+            if comes_back:
+                self._per_key.orphaned(stream)
+                if self.survivors.lose(stream):
+                    continue
+                self._per_key.found(stream)
             self.survivors.forget(stream)
             if stream.recall is None:  # otherwise its client asks again
                 self._owner.leave_engine(stream)
@@ -246,6 +258,7 @@ class Continuity:
             before.release(stream)
             before.connection.send(refusal(TakenOver("it was resumed over another connection"), number))
         self.survivors.taken(stream)
+        self._per_key.found(stream)
         stream.owner, stream.number = client, message.stream
         client.take(stream)
         stops = stream.asked.params.stop if stream.asked is not None else ()
@@ -316,6 +329,7 @@ class Continuity:
         self.give_up_waiting()
 
     def _end_orphan(self, stream: GatewayStream) -> None:
+        self._per_key.found(stream)
         if stream.ending is None:
             self._owner.leave_engine(stream)
             stream.ending = refusal(TakenOver("its client did not come back"), stream.number)  # nobody reads it

@@ -39,6 +39,7 @@ from pagewire.gateway.columns import Run, runs
 from pagewire.gateway.continuity import Continuity
 from pagewire.gateway.lag import Lag
 from pagewire.gateway.pace import Pace
+from pagewire.gateway.per_key import PerKey
 from pagewire.gateway.stream import Choice, GatewayStream
 from pagewire.gateway.upstream import Upstream
 from pagewire_client.text.text_stream import TextStream
@@ -109,7 +110,8 @@ class Gateway:
         self.pace = Pace()
         self._upstream = Upstream(to_engine)
         self._lag = Lag(config, self._upstream.pause, self._end_slow)
-        self._continuity = Continuity(config, self._upstream, self._lag, self, self._engine_missed)
+        self._per_key = PerKey(config.max_streams_per_key)
+        self._continuity = Continuity(config, self._upstream, self._lag, self, self._per_key, self._engine_missed)
         self._preparing: dict[GatewayStream, asyncio.Task[None]] = {}
         self._touched: dict[Client, None] = {}
         self._refusing: PagewireError | None = Unavailable(
@@ -168,6 +170,7 @@ class Gateway:
                 self._check_is_somewhere(stream)
         for stream in self._continuity.survivors.orphans:
             self._check_is_somewhere(stream)
+        self._per_key.check_invariants(self._clients.values(), self._continuity.survivors.orphans)
         self._continuity.survivors.check_invariants()
         for number, stream in self._upstream:
             assert stream.upstream == number
@@ -254,6 +257,7 @@ class Gateway:
             client = self._clients[connection] = Client(
                 connection, self.pace, self._continuity.survivors.told, self._lag
             )
+            self._per_key.came(client)
         try:
             if isinstance(message, Generate):
                 self._generate(client, message)
@@ -287,6 +291,7 @@ class Gateway:
         if client.streams:
             _log.info("client_lost", client=connection.client, streams=len(client.streams), reason=str(reason))
         self._continuity.client_lost(client, reason, comes_back=not isinstance(reason, Cancelled | ProtocolError))
+        self._per_key.left(client)
 
     def stats(self) -> dict[str, float]:
         """The gateway's own, now, and the engine's as it last told them (`ask_stats`)."""
@@ -309,6 +314,7 @@ class Gateway:
 
     def _generate(self, client: Client, message: Generate) -> None:
         self._check_room(client, message.stream)
+        self._per_key.check(client)
         if self._refusing is not None:
             raise self._refusing.with_traceback(None)  # raised again and again it would collect tracebacks
         field = _prompt_field(message)

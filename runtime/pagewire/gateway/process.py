@@ -16,6 +16,7 @@ from pagewire.curve_keys import server_curve
 from pagewire.errors import ConfigError, EngineLost, ModelError, PagewireError, UnsupportedFeature
 from pagewire.event_loop import run_loop, tame_collector
 from pagewire.gateway.admin import OwnersDesk
+from pagewire.gateway.free_memory import FreeMemory
 from pagewire.gateway.gateway import Gateway
 from pagewire.gateway.http.server import HttpServer
 from pagewire.gateway.preparation import Preparation
@@ -131,7 +132,7 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         info: dict[str, str | int | float | bool] = {} if http is None else {"http": http.url}
         _log.info("gateway_ready", endpoint=door.url, model=engine.model, **info)
         reporter.send(Report(event="ready", endpoint=door.url, model=engine.model, info=info))
-        await _until(stopping, gateway)
+        await _until(stopping, gateway, FreeMemory(lambda: door.num_closed))
         reporter.send(Report(event="draining", streams=gateway.num_streams))
         await _drain(gateway, config.server.drain_timeout_ms / 1000)
         return 0
@@ -148,10 +149,11 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         await link.close()
 
 
-async def _until(stopping: asyncio.Task[bool], gateway: Gateway) -> None:
-    """Wait for the signal, and keep the engine's counters fresh meanwhile."""
+async def _until(stopping: asyncio.Task[bool], gateway: Gateway, free_memory: FreeMemory) -> None:
+    """Wait for the signal; keep the engine's counters fresh, and no memory that is not needed, meanwhile."""
     while not stopping.done():
         gateway.ask_stats()
+        free_memory.look()
         await asyncio.wait({stopping}, timeout=_STATS_S)
 
 
@@ -207,6 +209,9 @@ def _open_door(config: ServerConfig, gateway: Gateway, curve: ServerCurve | None
     """Listen where the configuration says; by default where clients look first, or at a fresh address if that is taken."""
     limits = DoorLimits(
         max_connections=config.max_connections,
+        max_connections_per_key=config.max_connections_per_key,
+        max_strangers=config.max_strangers,
+        hello_timeout_ms=config.hello_timeout_ms,
         max_message_bytes=config.max_message_bytes,
         heartbeat_ms=config.heartbeat_ms,
         heartbeat_timeout_ms=config.heartbeat_timeout_ms,

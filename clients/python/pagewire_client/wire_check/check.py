@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from pagewire_transport.client_socket import ClientSocket
 from pagewire_transport.codec import MAX_REPLY_BYTES, decode_server, encode
 from pagewire_transport.curve import ClientCurve
 from pagewire_transport.errors import ProtocolError
 from pagewire_transport.messages import Error, FromClient, FromServer, Hello, Ping, Pong, Welcome
-from pagewire_transport.sockets import ClientSocket
 
 _T = TypeVar("_T", bound=FromServer)
 
