@@ -26,7 +26,7 @@ from pathlib import Path
 
 from processes import EngineProcess, Job, engine_process
 from report import Report
-from serve import Found, add_engine_arguments, config_of, load, model_of, tell_errors
+from serve import Found, add_engine_arguments, config_of, load, model_of, tell_errors, tell_settings
 from workload import percentile, poisson_seconds, summary
 
 _CLIENTS_S = 6.0
@@ -34,8 +34,10 @@ _CLIENTS_S = 6.0
 _UNITS = {
     "offered": "req/s", "served": "req/s", "refused": "req/s", "failed": "req/s", "goodput": "req/s", "within_promise": "%",
     "throughput": "tok/s", "step_mean": "ms", "cpu_engine_loop": "%",
-    "ttft_p50": "ms", "ttft_p95": "ms", "ttft_p95_served": "ms", "itl_p50": "ms", "itl_p99": "ms", "itl_max": "ms",
+    "ttft_p50": "ms", "ttft_p95": "ms", "ttft_p95_served": "ms", "itl_p50": "ms", "itl_p95": "ms", "itl_p99": "ms",
+    "itl_max": "ms",
 }  # fmt: skip
+_OF_SUMMARY = ("ttft_p50", "ttft_p95", "itl_p50", "itl_p95", "itl_p99", "itl_max", "throughput")
 _OF_MODEL = ("step_prediction_error", "step_prediction_bias", "step_prediction_margin")
 
 
@@ -67,7 +69,7 @@ def figures(run: Found, promise: Promise) -> dict[str, float]:
         "within_promise": 100 * found["within_slo"],
         "ttft_p95_served": percentile([1e3 * (row.times[0] - row.start) for row in served], 95),
     }
-    out |= {name: found[name] for name in ("ttft_p50", "ttft_p95", "itl_p50", "itl_p99", "itl_max", "throughput")}
+    out |= {name: found[name] for name in _OF_SUMMARY}
     answer = run.answers[0]
     if steps := answer.stats.get("steps_total"):
         out["step_mean"] = 1e3 * seconds / steps
@@ -167,11 +169,7 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(json.dumps(model))
         with engine_process(config_of(Path(folder), given)) as engine:
             report.add(label, "engine_ready", time.perf_counter() - begun, "s")
-            for metric, value, unit in (
-                ("step_tokens", given.step_tokens, "tok"), ("max_rows", given.max_rows, ""), ("window", given.seconds, "s"),
-                ("itl_target", given.itl_target, "ms"), ("ttft_target", given.ttft_target, "ms"),
-            ):  # fmt: skip
-                report.add(label, metric, value, unit)
+            tell_settings(report, label, given)
             curve = run_all(report, label, engine, given, begun + given.within)
     conclude(report, label, curve)
     report.finish()

@@ -114,6 +114,16 @@ def tell_errors(case: str, rows: list[Served]) -> None:
         print(f"{case}: {count} requests failed: {example}", file=sys.stderr)
 
 
+def tell_settings(report: Report, label: str, given: argparse.Namespace) -> None:
+    """What the cases were run with, for whoever runs them again."""
+    report.add(label, "step_tokens", given.step_tokens, "tok")
+    report.add(label, "max_rows", given.max_rows)
+    report.add(label, "ramp", given.ramp, "s")
+    report.add(label, "window", given.seconds, "s")
+    report.add(label, "itl_target", given.itl_target, "ms")
+    report.add(label, "ttft_target", given.ttft_target, "ms")
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser, *, step_tokens: int) -> None:
     """What the engine and its clients are, for `config_of` and `model_of`."""
     Report.arguments(parser)
@@ -151,10 +161,7 @@ def main() -> None:
         begun = time.perf_counter()
         with engine_process(config_of(Path(folder), given)) as engine:
             report.add(label, "engine_ready", time.perf_counter() - begun, "s")
-            report.add(label, "step_tokens", given.step_tokens, "tok")
-            report.add(label, "max_rows", given.max_rows)
-            report.add(label, "itl_target", given.itl_target, "ms")
-            report.add(label, "ttft_target", given.ttft_target, "ms")
+            tell_settings(report, label, given)
             base = Job(
                 kind="closed",
                 endpoint=engine.endpoint,

@@ -1,41 +1,113 @@
-"""The simulator beside recorded runs: files are read, loads are those of the real run, and what comes out is near it."""
+"""The simulator beside recorded runs: files are read, loads are those of the real run, what comes out is near it, and what is held
+out is not fitted to."""
 
 import importlib
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 PERF = Path(__file__).parents[2] / "perf"
+RESULTS = PERF / "results"
 
 
-@pytest.fixture
-def simulated(monkeypatch):
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
     monkeypatch.syspath_prepend(str(PERF))
-    return importlib.import_module("simulated")
 
 
-def test_a_recorded_run_is_near(simulated):
-    runs = list(simulated.real_runs(PERF / "results" / "2026-11-29-serve-h200.json"))
+def load(name):
+    return importlib.import_module(name)
+
+
+def test_a_recorded_run_is_near():
+    fit, runs = load("fit"), load("recorded").real_runs(RESULTS / "2026-11-29-serve-h200.json")
     run = next(run for run in runs if run.label == "closed 64, steps of 384")
     assert (run.max_rows, run.seconds) == (128, 12)
-    found = simulated.simulated(run, simulated.H200, simulated.Host(), run.seconds)
+    found = fit.simulated(run, fit.H200, fit.Host(), run.seconds)
     for metric in ("ttft_p50", "ttft_p95", "itl_p50", "itl_p99", "throughput"):
         assert getattr(found, metric) == pytest.approx(run.values[metric], rel=0.12), metric
 
 
-def test_lines_of_a_run_just_made_are_read(simulated, tmp_path):
-    file = tmp_path / "run.jsonl"
-    rows = [("8b bf16", "step_tokens", 512.0), ("8b bf16, poisson 20", "requests", 200), ("8b fp8, closed 64", "x", 1)]
-    file.write_text("".join(json.dumps({"case": c, "metric": m, "value": v}) + "\n" for c, m, v in rows))
-    (run,) = simulated.real_runs(file)
-    assert (run.kind, run.amount, run.step_tokens, run.max_rows, run.seconds) == ("poisson", 20.0, 512, 512, 10)
-
-
-def test_poisson_arrivals_are_those_of_the_clients(simulated):
-    workload = importlib.import_module("workload")
-    real = list(workload.poisson_requests(workload.chat_lengths(4000), 30, 3.0, simulated.LLAMA_8B.vocab_size))
-    ours = list(simulated._poisson(30, 3.0))
-    assert [(a.at_ns, a.num_prompt, a.num_output) for a in ours] == [
-        (int(r.after * 1e9), len(r.prompt_ids), r.max_tokens) for r in real
+def test_runs_of_one_file_have_options_of_their_own():
+    runs = load("recorded").real_runs(RESULTS / "2026-11-29-serve-2-h200.json")
+    assert [(run.label, run.max_rows, run.seconds) for run in runs] == [
+        ("closed 64, steps of 352", 64, 15),
+        ("closed 512, steps of 1536", 512, 15),
     ]
+
+
+def lines(tmp_path, rows):
+    file = tmp_path / "run.jsonl"
+    file.write_text("".join(json.dumps({"case": c, "metric": m, "value": v}) + "\n" for c, m, v in rows))
+    return file
+
+
+def test_lines_of_a_run_just_made_are_read(tmp_path):
+    rows = [("8b bf16", "step_tokens", 512.0), ("8b bf16, poisson 20", "requests", 200), ("8b fp8, closed 64", "x", 1)]
+    (run,) = load("recorded").real_runs(lines(tmp_path, rows))
+    assert (run.kind, run.amount, run.step_tokens, run.max_rows, run.seconds) == ("poisson", 20.0, 512, 512, 10)
+    assert (run.itl_target, run.seed) == (0, 0)
+
+
+def test_lines_of_goodput_are_read_with_what_was_promised(tmp_path):
+    rows = [("8b bf16", "itl_target", 12.0), ("8b bf16", "ttft_target", 250.0), ("8b bf16", "window", 60.0)]
+    rows += [("8b bf16", "step_tokens", 1024.0), ("8b bf16", "ramp", 4.0), ("8b bf16, 45/s, seed 1", "itl_p99", 11.9)]
+    rows += [("8b bf16, 45/s", "itl_p99", 11.8), ("8b bf16", "rate", 45)]
+    (run,) = load("recorded").real_runs(lines(tmp_path, rows))
+    assert (run.kind, run.amount, run.seed, run.seconds, run.ramp) == ("poisson", 45.0, 1, 60.0, 4.0)
+    assert (run.itl_target, run.ttft_target, run.step_tokens) == (12.0, 250.0, 1024)
+    assert run.label == "poisson 45, steps of 1024, ITL target 12 ms, seed 1"
+    fit = load("fit")
+    free = fit.simulated(replace(run, itl_target=0.0, ttft_target=0.0), fit.H200, fit.Host(), 2.0)
+    kept = fit.simulated(run, fit.H200, fit.Host(), 2.0)
+    assert kept.itl_p99 < 12.5 < free.itl_p99
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_poisson_arrivals_are_those_of_the_clients(seed):
+    fit, clients, processes = load("fit"), load("clients"), load("processes")
+    job = processes.Job(
+        kind="poisson", endpoint="", vocab_size=fit.LLAMA_8B.vocab_size, rate=30.0, ramp=0.4, seconds=0.6, seed=seed
+    )
+    assert [(a.at_ns, a.num_prompt, a.num_output) for a in fit.arrivals(30.0, 3.0, seed)] == [
+        (int(r.after * 1e9), len(r.prompt_ids), r.max_tokens) for r in clients.draw(job)
+    ]
+
+
+def test_a_fit_finds_rates_that_it_was_not_told():
+    fit = load("fit")
+    card = fit.ModelledCard(fit.LLAMA_8B, fit.H200)
+    steps = {n: fit.decode_ms(card, n) for n in (1, 16, 128, 256, 512)}
+    found, _, left = fit.fit([], steps, (fit.UNFITTED, fit.Host()), fit.ALL_RATES[:7])
+    assert fit.loss([], steps, fit.UNFITTED, fit.Host()) > 10 * left
+    found_card = fit.ModelledCard(fit.LLAMA_8B, found)
+    for n in (64, 384):  # numbers of streams that it did not see
+        assert fit.decode_ms(found_card, n) == pytest.approx(fit.decode_ms(card, n), rel=0.03)
+
+
+def test_what_is_held_out_is_not_fitted_to(monkeypatch, tmp_path, capsys):
+    simulated, fitted_to = load("simulated"), []
+    labels = ["closed 64, steps of 384", "poisson 30, steps of 512"]
+    runs = [
+        run
+        for run in load("recorded").real_runs(simulated._RESULTS / "2026-11-29-serve-h200.json")
+        if run.label in labels
+    ]
+    monkeypatch.setattr(simulated, "real_runs", lambda _path: iter(runs))
+
+    def fit(runs, steps, start):
+        fitted_to.append([run.label for run in runs])
+        assert steps
+        assert start[0] is load("fit").UNFITTED
+        return simulated.H200, simulated.Host(), 0.0
+
+    monkeypatch.setattr(simulated, "fit", fit)
+    monkeypatch.setattr(sys, "argv", ["simulated.py", "--hold-out", "--json"])
+    simulated.main()
+    assert fitted_to == [labels[1:], labels[:1]]
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["case"] for row in rows} == {*labels, "against the card, held out"}
+    assert next(row["value"] for row in rows if row["metric"] == "percentiles") == 10
