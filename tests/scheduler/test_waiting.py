@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from timed import MS, Timed
 
 from pagewire.request.request import Request
+from pagewire.scheduler import waiting as waiting_module
 from pagewire.scheduler.sequence import Sequence
 from pagewire.scheduler.waiting import SHARE_TOKENS, WaitingQueue
 from pagewire_transport.params import SamplingParams
@@ -32,8 +33,10 @@ def sequence(order: int, due_ns: int, share: str, priority: int = 0, tokens: int
         max_size=60,
     )
 )
-@settings(max_examples=150, deadline=None)
-def test_the_first_is_whom_a_plain_list_would_name(orders):
+@pytest.mark.parametrize("few", [0, 64])  # clients up to which a loop finds the first, beyond which arrays do
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_first_is_whom_a_plain_list_would_name(orders, few, monkeypatch):
+    monkeypatch.setattr(waiting_module, "_FEW", few)
     queue, plain, served, floor = WaitingQueue(), [], {}, 0.0
     for order, (what, number, name) in enumerate(orders):
         if what == "push":
@@ -56,10 +59,10 @@ def test_the_first_is_whom_a_plain_list_would_name(orders):
                 assert not queue.remove(chosen)
             else:
                 queue.postpone(chosen, chosen.due_ns + 100_000)
-        waiting = {s.share for s in plain}
-        if len(waiting) > 1:
-            floor = max(floor, min(served[share] for share in waiting))
-        may = [s for s in plain if served[s.share] <= min(served[share] for share in waiting) + SHARE_TOKENS]
+        shares = {s.share for s in plain}
+        if len(shares) > 1:
+            floor = max(floor, min(served[share] for share in shares))
+        may = [s for s in plain if served[s.share] <= min(served[share] for share in shares) + SHARE_TOKENS]
         assert queue.peek() is min(may, key=lambda s: s.due_ns, default=None)
         limit = 25_000
         ahead = [s for s in plain if s.due_ns <= limit]

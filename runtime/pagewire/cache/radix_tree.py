@@ -89,6 +89,9 @@ class RadixTree:
             node = self._split(node, match.num_in_node)
         self.num_hit_blocks += match.num_blocks
         self.num_missed_blocks += match.num_wanted - match.num_blocks
+        if node is root:
+            root.num_users += 1
+            return Lease(root, root, 0), _NO_BLOCKS
         return Lease(root, node, match.num_blocks), self._hold_path(node)
 
     def fork(self, lease: Lease, blocks: Int32Array, n: int) -> list[Lease]:
@@ -167,8 +170,10 @@ class RadixTree:
         if stop > start and not lease.root.is_dropped:
             kept = self._graft(lease.node, self._key(token_ids, start, stop), blocks, start, stop)
         self._let_go(lease)
-        self.pool.release(blocks[start : kept.start])
-        self.pool.release(blocks[kept.stop :])
+        if kept.start > start:
+            self.pool.release(blocks[start : kept.start])
+        if kept.stop < blocks.size:
+            self.pool.release(blocks[kept.stop :])
 
     # ---- evict -------------------------------------------------------------------------------------------------------
 
@@ -284,9 +289,9 @@ class RadixTree:
             node = parent
         root.num_users -= 1
         if retired:
-            self.pool.retire(np.concatenate(retired))
+            self.pool.retire(_together(retired))
         if shared:
-            self.pool.release(np.concatenate(shared))
+            self.pool.release(_together(shared))
         self._forget_if_empty(root)
         if lease.family is not None:
             lease.family.members.remove(lease)
@@ -298,7 +303,9 @@ class RadixTree:
         n = self._num_held_by(blocks, num_users)
         if n == 0:
             return 0
-        key, blocks = key[: n * self._block_bytes], blocks[:n].copy()
+        if n < blocks.size:
+            key, blocks = key[: n * self._block_bytes], blocks[:n]
+        blocks = blocks.copy()
         if node.num_users == num_users and not node.children and node.parent is not None:
             node.extend(key, blocks)
         else:
@@ -336,9 +343,9 @@ class RadixTree:
         """How many leading blocks have exactly so many holders."""
         if blocks.size == 0:
             return 0
-        other = self.pool.ref.take(blocks) != num_holders
-        first = int(other.argmax())
-        return first if other[first] else int(blocks.size)
+        other = (self.pool.ref.take(blocks) != num_holders).tobytes()
+        first = other.find(1)
+        return blocks.size if first < 0 else first
 
     def _split(self, node: RadixNode, k: int) -> RadixNode:
         """Cut `node` behind its first `k` blocks; the upper part, which is about to be used, so newest in the order."""
@@ -394,6 +401,10 @@ class RadixTree:
         assert np.unique(blocks).size == blocks.size, "a block is in the tree twice"
         assert NULL_BLOCK not in blocks
         assert not np.isin(blocks, self.pool.free_blocks()).any(), "a findable block is free"
+
+
+def _together(runs: list[Int32Array]) -> Int32Array:
+    return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
 
 def _nodes(root: RadixRoot) -> Iterator[RadixNode]:

@@ -81,6 +81,11 @@ class Admission:
         """Sequences that waited long enough for somebody else's prefix go back to the queue."""
         self._departures.wake(self._prefixes.expired(step))
 
+    @property
+    def has_row(self) -> bool:
+        """Somebody could be placed without taking a row from anybody."""
+        return self._batch.num_free_rows > self._departures.num_reserved_rows
+
     def most_urgent(self, now_ns: int) -> Sequence | None:
         """The first of the queue, where something is promised: first who can still be in time."""
         while (sequence := self._waiting.peek()) is not None:
@@ -88,15 +93,21 @@ class Admission:
                 break
         return sequence
 
-    def admit_next(self, step: int, now_ns: int, draft: Draft) -> Sequence | None:
-        """Place the first waiting sequence with all blocks of its known tokens; None where it must wait."""
-        sequence = self._admit(step, now_ns, draft)
-        self._promises.is_blocked = sequence is None and len(self._waiting) > 0
+    def _first(self, now_ns: int) -> Sequence | None:
+        return self.most_urgent(now_ns) if self._pacer.is_active else self._waiting.peek()
+
+    def admit_next(self, step: int, now_ns: int, draft: Draft, first: Sequence | None = None) -> Sequence | None:
+        """Place the first waiting sequence with all blocks of its known tokens; None where it must wait.
+
+        `first`: what `most_urgent` just said, where it was asked.
+        """
+        sequence = self._admit(step, now_ns, draft, first)
+        self._promises.is_blocked = (sequence is None or not self.has_row) and len(self._waiting) > 0
         return sequence
 
-    def _admit(self, step: int, now_ns: int, draft: Draft) -> Sequence | None:
+    def _admit(self, step: int, now_ns: int, draft: Draft, sequence: Sequence | None) -> Sequence | None:
         pacer = self._pacer
-        while (sequence := self.most_urgent(now_ns) if pacer.is_active else self._waiting.peek()) is not None:
+        while sequence is not None or (sequence := self._first(now_ns)) is not None:
             if self._batch.num_free_rows - self._departures.num_reserved_rows < 1 + len(sequence.followers):
                 self._preempt_for(sequence, draft)
                 return None
@@ -113,6 +124,7 @@ class Admission:
             if producer is not None:
                 self._waiting.remove(sequence)
                 self._prefixes.hold(sequence, producer, step)
+                sequence = None
                 continue
             if self._take_blocks(sequence, known, match, draft, now_ns):
                 self._prefixes.begin(sequence, known)
@@ -136,7 +148,8 @@ class Admission:
             return False
         fresh = self._memory.try_take(need + num_tails)
         assert fresh is not None
-        self._place(sequence, np.concatenate([blocks, fresh[:need]]), blocks.size, draft, now_ns)
+        own = fresh[:need]
+        self._place(sequence, np.concatenate((blocks, own)) if blocks.size else own, blocks.size, draft, now_ns)
         sequence.fork_blocks = fresh[need:]
         return True
 

@@ -103,6 +103,7 @@ class Pacer:
         self._applied_ns = 0
         self._tightest = math.inf
         self._tightest_of: DecodeSet | None = None
+        self._kv_of: DecodeSet | None = None
 
     # ---- planning ----------------------------------------------------------------------------------------------------
 
@@ -112,7 +113,12 @@ class Pacer:
             self._tightest_of = everyone
             self._tightest = float(self._batch.itl_ns.take(everyone.rows).min()) if everyone.rows.size else math.inf
         n = rows.size
-        self.decode_work = StepWork(0, 0.0, n, int(starts.sum()) + n) if n else _NO_WORK
+        if everyone is self._kv_of and rows is everyone.rows:  # as in the last step, each a position further
+            kv = self.decode_work.decode_kv + n
+        else:
+            kv = int(starts.sum()) + n
+        self._kv_of = everyone if rows is everyone.rows else None
+        self.decode_work = StepWork(0, 0.0, n, kv) if n else _NO_WORK
         tokens = self.max_step_tokens - n
         if self._tightest < math.inf:
             tokens = min(tokens, self.most_prefill)
@@ -184,14 +190,25 @@ class Pacer:
             return True
         budget_ns = self.step_ns(self.itl_ns)
         known = sequence.num_prompt + sequence.num_output
-        if self.model.predict(StepWork(0, 0.0, 1, known).with_chunk(LEAST_CHUNK, 0)) > budget_ns:
-            return True  # no stream could have what is promised here, not even alone: waiting would help nobody
-        kv = self.decode_work.decode_kv + known + sum(s.num_prompt + s.num_output for s in prefilling)
+        kv = self.decode_work.decode_kv + known + sum([s.num_prompt + s.num_output for s in prefilling])
         rows = self._batch.num_placed + 1 + len(sequence.followers)
-        return self.model.predict(StepWork(0, 0.0, rows, kv).with_chunk(LEAST_CHUNK, 0)) <= budget_ns
+        if self.model.predict(StepWork(0, 0.0, rows, kv).with_chunk(LEAST_CHUNK, 0)) <= budget_ns:
+            return True
+        # Where no stream could have what is promised, not even alone, waiting would help nobody.
+        return self.model.predict(StepWork(0, 0.0, 1, known).with_chunk(LEAST_CHUNK, 0)) > budget_ns
 
     def would_keep(self, itl_ns: float, num_tokens: int) -> bool:
         """Whether one more stream, of `num_tokens`, and all others would decode within `itl_ns` now."""
         work = self.decode_work
         more = StepWork(0, 0.0, work.decode_rows + 1, work.decode_kv + num_tokens)
         return self.model.predict(more.with_chunk(LEAST_CHUNK, 0)) <= self.step_ns(itl_ns)
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """The model is sound, and what is thought to be read by the streams that decode is what they have."""
+        self.model.check_invariants()
+        together = self._kv_of
+        if together is not None and together is self._batch.decode_set():
+            held = int(self._batch.num_scheduled.take(together.rows).sum())
+            assert self.decode_work.decode_kv == held, (self.decode_work, held)

@@ -62,13 +62,15 @@ class Prefill:
         """Chunks for who is due first, in prefill or waiting, within the budget."""
         begun = sorted((s for s in self._departures.prefilling if not s.is_leaving), key=_urgency, reverse=True)
         num_placed = 0
-        is_closed = False  # the queue: its first cannot be admitted now, and nobody goes past it
+        # The queue: its first cannot be admitted now, and nobody goes past it. Who could take a row from somebody who was
+        # just given one may do so in the next step.
+        is_closed = False
         while budget.tokens > 0:
             first = None if is_closed else self._admission.most_urgent(now_ns)
             if first is not None and (not begun or _urgency(first) < _urgency(begun[-1])):
-                num_known = self._admit(step, budget, now_ns)
+                num_known = self._admit(step, budget, now_ns, first)
                 num_placed += num_known
-                is_closed = not num_known or num_placed >= MOST_PLACED
+                is_closed = not num_known or num_placed >= MOST_PLACED or not self._admission.has_row
             elif begun:
                 sequence = begun.pop()
                 if sequence.row != NO_ROW and not sequence.is_leaving:  # it may just have given way to `first`
@@ -76,9 +78,9 @@ class Prefill:
             else:
                 return
 
-    def _admit(self, step: int, budget: TokenBudget, now_ns: int) -> int:
-        """Tokens that are known of who was admitted; 0: nobody was."""
-        admitted = self._admission.admit_next(step, now_ns, self._drafts.current)
+    def _admit(self, step: int, budget: TokenBudget, now_ns: int, first: Sequence | None = None) -> int:
+        """Tokens that are known of who was admitted, `first` of the queue or whoever is; 0: nobody was."""
+        admitted = self._admission.admit_next(step, now_ns, self._drafts.current, first)
         if admitted is None:
             return 0
         self._drafts.current.join(self._join_of(admitted))

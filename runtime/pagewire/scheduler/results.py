@@ -93,12 +93,14 @@ class Results:
         batch, token_ids, together = self._batch, result.token_ids, planned.decode_set
         if together is not None and rows is together.rows:
             known, slots, num_prompt = plan.starts + 1, together.slots, together.num_prompt
+            cells = together.ledger_starts + known
         else:
             known, slots, num_prompt = batch.num_known.take(rows), batch.slot.take(rows), batch.num_prompt.take(rows)
+            cells = rows * batch.ledger.shape[1] + known
         if token_ids.size != samples.size:
             complete = token_ids.size == result.counts.size  # a token each: no need to add up where they lie
             token_ids = token_ids.take(samples if complete else (np.cumsum(result.counts) - result.counts)[samples])
-        batch.ledger[rows, known] = token_ids
+        batch.ledger_cells[cells] = token_ids
         batch.num_known[rows] = known + 1
         outcome = StepOutcome(plan.step, slots, known - num_prompt, ones(rows.size), token_ids, samples)
         if result.logprobs is not None:

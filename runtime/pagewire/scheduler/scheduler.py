@@ -379,7 +379,7 @@ class Scheduler:
         wrong = np.flatnonzero(expected != actual)
         assert wrong.size == 0, [(int(b), int(expected[b]), int(actual[b])) for b in wrong[:8]]
         self.waiting.check_invariants()
-        self.pacer.model.check_invariants()
+        self.pacer.check_invariants()
         self.memory.pool.check_invariants()
         self.memory.tree.check_invariants()
         for sequence in self._live.values():

@@ -19,7 +19,9 @@ SHARE_TOKENS: Final = 8192
 """A client may be so many tokens ahead of another that waits. Small: fair at once; large: promises decide alone."""
 _MAX_IDLE: Final = 4096
 """Clients that are remembered while nothing of theirs waits; beyond that the longest idle is forgotten."""
-_NEVER: Final = np.iinfo(np.int64).max
+_NEVER: Final = int(np.iinfo(np.int64).max)
+_FEW: Final = 64
+"""Up to so many clients a loop over them is faster than whole-array operations."""
 
 _Entry = tuple[int, int, int]
 
@@ -27,10 +29,12 @@ _Entry = tuple[int, int, int]
 class _Client:
     """One client's waiting sequences, in a heap; an entry whose sequence left is skipped when it surfaces."""
 
-    __slots__ = ("heap", "members", "place")
+    __slots__ = ("due", "heap", "members", "place", "served")
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: int, served: float) -> None:
         self.place = place
+        self.served = served
+        self.due = _NEVER
         self.heap: list[_Entry] = []
         self.members: dict[int, Sequence] = {}
 
@@ -140,7 +144,7 @@ class WaitingQueue:
         if len(self._clients) == (waiting is not None):
             self._floor = served
         if waiting is not None:
-            self._served[name] = self._lead[waiting.place] = served
+            self._served[name] = waiting.served = self._lead[waiting.place] = served
             self._is_stale = True
         elif served > self._floor:
             self._served[name] = served
@@ -171,8 +175,8 @@ class WaitingQueue:
             if place == self._lead.size:
                 self._lead = np.concatenate((self._lead, np.full(place, np.inf)))
                 self._due = np.concatenate((self._due, np.full(place, _NEVER, np.int64)))
-        client = self._clients[name] = self._by_place[place] = _Client(place)
         served = max(self._served.pop(name, 0.0), self._floor)
+        client = self._clients[name] = self._by_place[place] = _Client(place, served)
         self._served[name] = served
         self._lead[place] = served
         return client
@@ -190,14 +194,27 @@ class WaitingQueue:
     def _refresh(self, client: _Client) -> None:
         first = client.first()
         assert first is not None
-        self._due[client.place] = first.due_ns
+        client.due = self._due[client.place] = first.due_ns
         self._is_stale = True
 
     def _find_first(self) -> Sequence | None:
-        if len(self._clients) <= 1:
-            for client in self._clients.values():
-                return client.first()
+        clients = self._clients
+        if len(clients) > _FEW:
+            return self._find_first_of_many()
+        if not clients:
             return None
+        if len(clients) == 1:
+            return next(iter(clients.values())).first()
+        least = min([client.served for client in clients.values()])
+        self._floor = max(self._floor, least)
+        bound = least + SHARE_TOKENS
+        # Of equal ones the lowest place, as below.
+        return min(
+            [client for client in clients.values() if client.served <= bound],
+            key=lambda client: (client.due, client.place),
+        ).first()
+
+    def _find_first_of_many(self) -> Sequence | None:
         n = len(self._by_place)
         lead = self._lead[:n]
         least = float(lead.min())
@@ -222,7 +239,8 @@ class WaitingQueue:
             first = client.first()
             assert first is not None
             assert first.due_ns == self._due[client.place] == min(s.due_ns for s in client.members.values())
-            assert self._lead[client.place] == self._served[name]
+            assert client.due == first.due_ns
+            assert client.served == self._lead[client.place] == self._served[name]
         promised = [s for s in self._members.values() if s.due_ns]
         assert np.count_nonzero(self._slot_due != _NEVER) == len(promised)
         assert all(self._slot_due[s.slot] == s.due_ns for s in promised)
