@@ -80,6 +80,12 @@ async def test_text_that_is_no_utf8_is_2_and_named(served, arguments, stdin, wan
     assert err.startswith(wanted)
 
 
+async def test_a_question_of_nothing_is_refused_before_a_server_is_asked(served):
+    _, _, temporary = served
+    code, out, err = await pagewire("chat", temporary=temporary, stdin=b" \n")
+    assert (code, out, err) == (2, "", "pagewire: prompt: must not be empty\n")
+
+
 async def test_without_a_server_the_message_says_how_to_start_one(tmp_path):
     code, _, err = await pagewire("generate", "x", temporary=tmp_path)
     assert code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -68,6 +69,7 @@ def test_help_loads_nothing_heavy(arguments):
         (["serve", "--dtype", "int3"], "'int3'"),
         (["generate", "--logit-bias", "5"], "'5' has no '='"),
         (["generate", "two", "words"], "'words' is one word too many"),
+        (["generate", "--", "text", "--max-tokens", "2"], "--max-tokens stands behind '--'"),
         (["chat", "-x"], "goes after --: pagewire chat -- '-…'"),
     ],
 )
@@ -75,6 +77,28 @@ def test_wrong_usage_is_2_in_one_line_that_names_it(arguments, wanted):
     done = _pagewire(*arguments)
     assert done.returncode == 2
     assert wanted in _one_line(done)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])
+def test_a_terminal_of_another_encoding_gets_what_it_can_show(encoding, arguments):
+    done = _pagewire(*arguments, encoding=encoding, env=os.environ | {"PYTHONIOENCODING": encoding})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: pagewire" in done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_output_that_cannot_be_written_is_1_in_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pagewire.cli.entry", "version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert _one_line(done) == "pagewire: No space left on device\n"
 
 
 def test_a_prompt_may_begin_with_a_minus():
@@ -128,6 +152,7 @@ def test_a_model_named_twice_is_2():
         (ModelError("truncated\nfile"), 2),
         (EngineFailed("the engine was killed by SIGKILL"), 1),
         (Overloaded("full"), 1),
+        (OSError(errno.EROFS, "Read-only file system", "/there"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -138,6 +163,7 @@ def test_what_ends_a_command_decides_its_exit_code(monkeypatch, capsys, raised, 
             raise raised
 
     monkeypatch.setattr(cli.importlib, "import_module", lambda name: Failing)
+    monkeypatch.setattr(cli, "_write_no_more", lambda: None)
     assert cli.main(["serve"]) == code
     assert capsys.readouterr().err.count("\n") == (0 if code == 130 else 1)
 

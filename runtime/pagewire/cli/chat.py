@@ -8,6 +8,7 @@ import sys
 
 from pagewire.cli.answer import keys_of, params_of, prompt_of, show, speed, url_of
 from pagewire.cli.conversation import Conversation, converse
+from pagewire.errors import InvalidRequest
 from pagewire_client import connect
 
 
@@ -18,7 +19,10 @@ def run(namespace: argparse.Namespace) -> int:
         connection = connect(url_of(namespace), name="pagewire chat", **keys_of(namespace))
         return converse(connection, conversation, params_of(namespace), shows_speed=namespace.stats)
     conversation = Conversation(namespace.system)
-    conversation.ask(prompt_of(namespace))
+    question = prompt_of(namespace)
+    if not question.strip():  # a template makes a prompt of it all the same, and the model an answer to nothing
+        raise InvalidRequest("must not be empty", field="prompt")
+    conversation.ask(question)
     asyncio.run(_chat(namespace, conversation, url_of(namespace)))
     return 0
 

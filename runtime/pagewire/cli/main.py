@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -36,13 +37,11 @@ class Command(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command `pagewire`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of another encoding shows `?` for what it does not have
+        sys.stdout.reconfigure(errors="replace")
     namespace = parse(*parser(), arguments)
     try:
-        if namespace.command == "version":
-            print(version())
-            return 0
-        command = cast("Command", importlib.import_module(f"pagewire.cli.{namespace.command.replace('-', '_')}"))
-        return command.run(namespace)
+        return _run(namespace)
     except PagewireError as error:
         _complain(str(error))
         return EXIT_USAGE if isinstance(error, ModelError | ConfigError | InvalidRequest) else EXIT_FAILED
@@ -56,8 +55,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `pagewire generate … | head`: the reader has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return EXIT_FAILED
+    except OSError as error:  # what no command foresaw: a full disk under standard output, a folder that is read-only
+        _complain(": ".join(str(part) for part in (error.filename, error.strerror or error) if part is not None))
+        _write_no_more()
+        return EXIT_FAILED
+
+
+def _run(namespace: argparse.Namespace) -> int:
+    code = 0
+    if namespace.command == "version":
+        print(version())
+    else:
+        command = cast("Command", importlib.import_module(f"pagewire.cli.{namespace.command.replace('-', '_')}"))
+        code = command.run(namespace)
+    sys.stdout.flush()  # what cannot be written is told of here, not by the interpreter while it ends
+    return code
+
+
+def _write_no_more() -> None:
+    """What standard output still holds back would be tried again at the end, and be a traceback then."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str) -> None:

@@ -77,6 +77,8 @@ def _refuse(command: Parser, word: str, *, has_prompt: bool) -> NoReturn:
     flag = word.partition("=")[0]
     if not flag.startswith("-"):
         command.error(f"{word!r} is one word too many; put quotes around a text")
+    if flag in command.flags():
+        command.error(f"{flag} stands behind '--', where everything is text; flags go before it")
     near = get_close_matches(flag, command.flags(), 1)
     if near:
         command.error(f"there is no flag {flag}; did you mean {near[0]}?")
