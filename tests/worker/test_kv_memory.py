@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pagewire.config import CacheConfig
+from pagewire.errors import ConfigError
 from pagewire.models.config import DecoderConfig, RopeConfig
 from pagewire.worker import kv_memory
 from pagewire.worker.kv_memory import KVMemory, available_memory, num_blocks_for
@@ -53,6 +54,13 @@ def test_default_suits_rows_or_memory(monkeypatch):
     assert blocks(max_model_len=100) == 25 + 1
     monkeypatch.setattr(kv_memory, "available_memory", lambda: 100 * 16 * TOKEN)
     assert blocks() == 25
+
+
+@pytest.mark.parametrize("kv_bytes", [1 << 50, 1 << 80])
+def test_memory_that_no_machine_has_is_refused_by_name(kv_bytes):
+    with pytest.raises(ConfigError, match=r"cannot be had on this machine; [0-9]+ are free") as refused:
+        KVMemory(CONFIG, num_blocks=blocks(kv_bytes), block_size=16, dtype=torch.float32)
+    assert refused.value.field == "cache.kv_bytes"
 
 
 def test_available_memory_is_what_the_system_says():

@@ -38,6 +38,9 @@ class KVMemory:
 
     Attributes:
         keys, values: one tensor a layer, `[num_blocks, num_kv_heads, block_size, head_dim]`.
+
+    Raises:
+        ConfigError: the system does not give so much memory.
     """
 
     def __init__(self, config: DecoderConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
@@ -46,7 +49,7 @@ class KVMemory:
         self.num_kv_heads: Final = config.num_kv_heads
         self.head_dim: Final = config.head_dim
         shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        self._map = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+        self._map = _memory_map(math.prod(shape) * dtype.itemsize)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._all = torch.frombuffer(self._map, dtype=dtype).view(shape)
@@ -119,6 +122,16 @@ def num_blocks_for(
             f"KV memory must hold at least 2 blocks, {2 * block_bytes} bytes for this model", field="cache.kv_bytes"
         )
     return num_blocks
+
+
+def _memory_map(num_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, num_bytes)
+    except (OSError, OverflowError) as error:  # more than the system would ever back, or can address
+        raise ConfigError(
+            f"{num_bytes} bytes for KV cannot be had on this machine; {available_memory()} are free",
+            field="cache.kv_bytes",
+        ) from error
 
 
 def available_memory() -> int:
