@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from pagewire.spinning import spin_briefly
+
 if TYPE_CHECKING:  # for type checkers alone; at run time see __getattr__
     from pagewire.config import Config as Config
     from pagewire.local.engine import Engine as Engine
@@ -34,6 +36,7 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    spin_briefly()  # before torch is imported, where it was not yet
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:

@@ -15,6 +15,7 @@ import msgspec
 from pagewire import log
 from pagewire.child import Reporter, allow_many_files, explain_crashes, leave_with_parent, read_config
 from pagewire.errors import ConfigError, ModelError
+from pagewire.spinning import spin_briefly
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     leave_with_parent(given.report_fd)
     explain_crashes()
     allow_many_files()
+    spin_briefly()
     # Until the loop takes signals over, they end the process at once: there is nothing to drain yet, and Python's own
     # handler would wait for the C code that loads weights.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
