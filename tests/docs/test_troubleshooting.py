@@ -1,4 +1,4 @@
-"""Every message that docs/troubleshooting.md explains is one that the source has."""
+"""Every message that docs/troubleshooting.md explains is one that the source has; those of other programs are in italics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROWS = [
 
 
 def _texts() -> str:
-    """Every string of the source, with what is filled in as …."""
-    out = []
+    """Every string of the source, with what is filled in as …, and the Makefile."""
+    out = [(ROOT / "Makefile").read_text()]
     for root in ("runtime", "transport", "clients/python"):
         for path in sorted((ROOT / root).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
