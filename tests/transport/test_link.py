@@ -102,7 +102,7 @@ async def test_a_server_that_hangs_up_at_once_is_not_called_in_a_tight_loop():
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     async with server, linked(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", chance=lambda: 0.0) as told:
-        told.link._was_welcomed = True  # otherwise five of these are taken for a refusal of our keys
+        told.link._was_welcomed = True  # otherwise four of these are taken for a refusal of our keys
         await until(lambda: len(calls) == 6, timeout=20)
         gaps = [after - before for before, after in itertools.pairwise(calls)]
         # The first of all was the attempt without a pause.

@@ -45,7 +45,7 @@ _DEFAULT_TIMEOUT_MS: Final = 10_000
 
 _STEADY_S: Final = 1.0
 """A connection that the server kept for so long was good."""
-_FAILURES: Final = 5
+_FAILURES: Final = 4
 """Handshakes of a server that never let us in that fail without a reason in a row, after which that is taken for a refusal."""
 
 MAX_UNSENT_BYTES: Final = 64 * 2**20

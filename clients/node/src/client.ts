@@ -352,7 +352,8 @@ export class Client implements AsyncDisposable {
     if (state === undefined) return;
     const retryAfterMs = message.retry_after_ms ?? undefined;
     if (state.isResuming && retryAfterMs !== undefined && performance.now() + retryAfterMs < state.resumeBy) {
-      setTimeout(() => this.#resume(state), retryAfterMs).unref();
+      const { welcome } = this.#link; // over another connection it is asked for anyway
+      setTimeout(() => this.#link.welcome === welcome && this.#resume(state), retryAfterMs).unref();
       return;
     }
     const field = message.field === null ? undefined : callersName(message.field);

@@ -1,18 +1,21 @@
 /**
  * A link to one server: one connection at a time, watched, and replaced when it breaks.
  *
- *     new socket ── hello ──▶ waiting ── welcome ──▶ welcomed ── ping … pong
- *         ▲                      │                       │
- *         └────── `onLost` ──────┴───────────────────────┘
- *                  disconnected, silent for the heartbeat timeout, or not known to the server any more
+ *     pause ──▶ new socket ── hello ──▶ waiting ── welcome ──▶ welcomed ── ping … pong
+ *       ▲           │ not connected         │                       │
+ *       ├───────────┘                       │                       │
+ *       └────────────── `onLost` ───────────┴───────────────────────┘
+ *                        disconnected, silent for the heartbeat timeout, or not known to the server any more
  *
  * Each connection has a socket of its own, so that nothing of an old one reaches the streams of a new one. What is sent
- * before the welcome follows the hello, in order.
+ * before the welcome follows the hello, in order. A hello is said again only after the one before was refused: each starts the
+ * connection anew, and what was asked between two is lost.
  */
 
-import { Context, Dealer } from 'zeromq';
-import { decode, encode, MAX_REPLY_BYTES } from './codec.js';
-import { ConfigError, ConnectionLost, fromCode, Overloaded, PagewireError, Unauthorized } from './errors.js';
+import { Backoff } from './backoff.js';
+import { decode, encode } from './codec.js';
+import { Connection } from './connection.js';
+import { ConnectionLost, fromCode, Overloaded, PagewireError, Unauthorized } from './errors.js';
 import type { CurveKeys } from './keys.js';
 import { PROTOCOL_VERSION } from './messages.js';
 import type { FromClient, FromServer, Message } from './messages.js';
@@ -26,14 +29,12 @@ export interface LinkEvents {
   onWelcome(welcome: Message<'welcome'>): void;
 }
 
-/** Of all clients of this process. Where it ends, it waits for no message that nobody takes. */
-const context = new Context({ blocky: false });
-
 const HEARTBEAT_MS = 1000;
 const HEARTBEAT_TIMEOUT_MS = 10_000;
-const RECONNECT_MS = 50;
-/** Handshakes that fail without a reason in a row, after which it is taken for a refusal. */
-const MAX_FAILURES = 5;
+/** A connection that the server kept for so long was good. */
+const STEADY_MS = 1000;
+/** Handshakes of a server that never let us in that fail without a reason in a row, after which that is a refusal. */
+const MAX_FAILURES = 4;
 /** What waits for a server that takes nothing; beyond it `send` refuses. */
 const MAX_UNSENT_BYTES = 64 * 2 ** 20;
 /** `field` of the error by which a server tells that it does not know the connection (any more). */
@@ -54,7 +55,14 @@ export class Link {
   readonly #hello: FromClient;
   readonly #curve: CurveKeys | undefined;
   readonly #events: LinkEvents;
+  readonly #backoff = new Backoff();
   #connection: Connection;
+  #pause: NodeJS.Timeout | undefined;
+  #numFailed = 0;
+  #wasWelcomed = false;
+  #welcomedAt = 0;
+  /** A hello is under way that was not answered. */
+  #isGreeting = false;
   #refusal: PagewireError | undefined;
   #waiters: Waiter[] = [];
   #heartbeatMs = HEARTBEAT_MS;
@@ -69,7 +77,8 @@ export class Link {
     this.#hello = { t: 'hello', versions: [PROTOCOL_VERSION], client: name };
     this.#curve = curve;
     this.#events = events;
-    this.#connection = this.#connect();
+    this.#backoff.next(); // the first attempt
+    this.#connection = this.#connect([]);
     this.#ticker = this.#startTicking();
   }
 
@@ -117,20 +126,50 @@ export class Link {
     if (!this.#isOpen) return;
     this.#isOpen = false;
     clearInterval(this.#ticker);
+    clearTimeout(this.#pause);
     this.#tellWaiters((waiter) => waiter.reject(new ConnectionLost('the client was closed')));
     if (this.welcome !== undefined && goodbye) this.#connection.send(encode({ t: 'goodbye' }));
     await this.#connection.close(this.welcome !== undefined);
   }
 
-  #connect(): Connection {
+  /** @param waiting frames that follow the hello. */
+  #connect(waiting: Uint8Array[]): Connection {
     this.#heardAt = performance.now();
-    const connection = new Connection(this.url, this.#curve, {
+    const connection = new Connection(this.url, this.#curve, this.#backoff.ownRetries(), {
+      onConnected: () => this.#isCurrent(connection) && this.#onConnected(),
+      onFailed: (why) => this.#isCurrent(connection) && this.#onFailed(why),
       onFrame: (frame) => this.#isCurrent(connection) && this.#onFrame(frame),
       onBroken: () => this.#isCurrent(connection) && this.#lost(new ConnectionLost(`the connection to ${this.url} broke`)),
       onDenied: (why) => this.#isCurrent(connection) && this.#onDenied(why),
     });
     connection.send(encode(this.#hello));
+    this.#isGreeting = true;
+    for (const frame of waiting) connection.send(frame);
     return connection;
+  }
+
+  /** Make another connection, after a pause where there were attempts in vain. What waits in this one waits for that. */
+  #connectLater(): void {
+    this.#connection.abandon();
+    const pause = this.#backoff.next();
+    const now = () => {
+      this.#pause = undefined;
+      this.#connection = this.#connect(this.#connection.takeUnsent());
+    };
+    if (pause > 0) this.#pause = setTimeout(now, pause);
+    else now();
+  }
+
+  #onConnected(): void {
+    this.#numFailed = 0;
+    this.#heardAt = performance.now();
+  }
+
+  /** Somebody took the connection and closed it before a word: a server that starts or ends, or a proxy with none behind it. */
+  #onFailed(why: string): void {
+    if (++this.#numFailed >= MAX_FAILURES && !this.#wasWelcomed) return this.#onDenied(why);
+    this.#connection.forgetFirst(); // the hello
+    this.#connectLater();
   }
 
   #isCurrent(connection: Connection): boolean {
@@ -139,11 +178,13 @@ export class Link {
 
   /** Give the connection up and make another. */
   #lost(error: PagewireError): void {
+    if (this.welcome !== undefined && performance.now() - this.#welcomedAt >= STEADY_MS) this.#backoff.reset();
     this.#connection.abandon();
+    this.#connection.takeUnsent();
     this.welcome = undefined;
     this.isReady = false;
     this.#refusal = undefined;
-    this.#connection = this.#connect();
+    this.#connectLater();
     this.#events.onLost(error);
   }
 
@@ -169,7 +210,12 @@ export class Link {
   }
 
   #onWelcome(welcome: Message<'welcome'>): void {
+    if (this.welcome !== undefined) {
+      this.#lost(new ConnectionLost(`the server at ${this.url} began this connection anew`));
+      return;
+    }
     this.welcome = welcome;
+    [this.#wasWelcomed, this.#welcomedAt, this.#isGreeting] = [true, performance.now(), false];
     [this.isReady, this.unready] = [true, ''];
     this.#refusal = undefined;
     [this.#heartbeatMs, this.#timeoutMs] = [welcome.heartbeat_ms, welcome.heartbeat_timeout_ms];
@@ -190,6 +236,7 @@ export class Link {
       }
       return;
     }
+    this.#isGreeting = false;
     this.#refuse(
       fromCode(message.code, message.message, {
         field: message.field ?? undefined,
@@ -201,6 +248,8 @@ export class Link {
   /** The server does not let us connect; it is tried again with the next heartbeat. */
   #onDenied(why: string): void {
     this.#connection.abandon();
+    this.#connection.takeUnsent();
+    this.#numFailed = 0;
     const denied = new Unauthorized(`the server at ${this.url} lets us not in: ${why}`);
     this.#refuse(denied);
     this.#events.onLost(denied); // what was sent behind the hello will never be answered
@@ -228,133 +277,15 @@ export class Link {
     // After a tick that comes late (this process was busy or stopped) nobody is judged: the server's words may wait.
     const isLate = now - this.#tickedAt > 2 * this.#heartbeatMs;
     this.#tickedAt = now;
-    if (!isLate && now - this.#heardAt > this.#timeoutMs) {
+    if (this.#connection.isClosed) {
+      if (this.#pause === undefined) this.#connection = this.#connect(this.#connection.takeUnsent()); // denied
+    } else if (!isLate && now - this.#heardAt > this.#timeoutMs) {
       this.#lost(new ConnectionLost(`the server at ${this.url} was silent for ${this.#timeoutMs} ms`));
     } else if (this.welcome !== undefined) {
       if (this.#connection.numUnsentBytes === 0) this.#connection.send(encode({ t: 'ping' }));
-    } else if (this.#connection.isClosed) {
-      this.#connection = this.#connect();
-    } else if (this.#refusal !== undefined && this.#connection.numUnsentBytes === 0) {
+    } else if (this.#refusal !== undefined && !this.#isGreeting) {
       this.#connection.send(encode(this.#hello));
+      this.#isGreeting = true;
     }
-  }
-}
-
-interface ConnectionEvents {
-  onFrame(frame: Uint8Array): void;
-  /** What arrived before was handed to `onFrame`. */
-  onBroken(): void;
-  /** The server refused our keys, or that we have none. */
-  onDenied(why: string): void;
-}
-
-/** One socket, and what waits to be sent over it. */
-class Connection {
-  numUnsentBytes = 0;
-  readonly #socket: Dealer;
-  readonly #events: ConnectionEvents;
-  readonly #unsent: Uint8Array[] = [];
-  #sending: Promise<void> | undefined;
-  #numFrames = 0;
-
-  constructor(url: string, curve: CurveKeys | undefined, events: ConnectionEvents) {
-    this.#events = events;
-    this.#socket = new Dealer({
-      context,
-      ipv6: url.includes('['), // where it is set, an IPv4 address works, too, but a name may become either
-      reconnectInterval: RECONNECT_MS,
-      maxMessageSize: 2 * MAX_REPLY_BYTES,
-      linger: 0,
-    });
-    this.#watch(curve !== undefined);
-    let field = 'curve';
-    try {
-      if (curve !== undefined) {
-        this.#socket.curveServerKey = curve.serverKey;
-        this.#socket.curvePublicKey = curve.publicKey;
-        this.#socket.curveSecretKey = curve.secretKey;
-      }
-      field = 'url';
-      this.#socket.connect(url);
-    } catch (error) {
-      this.abandon(); // one that is left open would keep the process from ending
-      throw new ConfigError(`${field === 'url' ? url : 'the keys'}: ${(error as Error).message}`, { field });
-    }
-    void this.#receive();
-  }
-
-  get isClosed(): boolean {
-    return this.#socket.closed;
-  }
-
-  #watch(hasKeys: boolean): void {
-    let [isConnected, numFailed] = [false, 0];
-    const why = hasKeys ? "the server's key is another one, or it has none" : 'the server asks for keys (curve)';
-    const { events } = this.#socket;
-    events.on('handshake', () => ([isConnected, numFailed] = [true, 0]));
-    events.on('disconnect', () => {
-      if (isConnected) void this.#broken();
-      isConnected = false;
-    });
-    events.on('handshake:error:auth', () => this.#events.onDenied("our key is not on the server's list"));
-    events.on('handshake:error:protocol', () => this.#events.onDenied(why));
-    // Without a detail it may be a server that is just starting or ending: libzmq tries again by itself.
-    events.on('handshake:error:other', () => {
-      if (++numFailed >= MAX_FAILURES) this.#events.onDenied(why);
-    });
-  }
-
-  send(frame: Uint8Array): void {
-    this.#unsent.push(frame);
-    this.numUnsentBytes += frame.length;
-    this.#sending ??= this.#drain();
-  }
-
-  /** Close once all was sent (if `flush`), half a second later at most. */
-  async close(flush: boolean): Promise<void> {
-    if (flush) {
-      await Promise.race([this.#sending, new Promise((resolve) => setTimeout(resolve, 500).unref())]);
-      this.#socket.linger = 500;
-    }
-    this.abandon();
-  }
-
-  /** Close at once. Idempotent. */
-  abandon(): void {
-    this.#unsent.length = 0;
-    if (!this.#socket.closed) this.#socket.close();
-  }
-
-  /** The library takes one `send` at a time, and its promise waits until the server's queue has room. */
-  async #drain(): Promise<void> {
-    try {
-      for (let frame = this.#unsent.shift(); frame !== undefined; frame = this.#unsent.shift()) {
-        await this.#socket.send(frame);
-        this.numUnsentBytes -= frame.length;
-      }
-    } catch {
-      // The socket was closed: whoever closed it knows.
-    }
-    this.#sending = undefined;
-  }
-
-  async #receive(): Promise<void> {
-    try {
-      for await (const parts of this.#socket) {
-        this.#numFrames++;
-        this.#events.onFrame(parts.length === 1 ? parts[0]! : new Uint8Array(0));
-      }
-    } catch {
-      // The socket was closed.
-    }
-  }
-
-  async #broken(): Promise<void> {
-    let seen: number;
-    do {
-      seen = this.#numFrames;
-      for (let turn = 0; turn < 4; turn++) await new Promise((resolve) => setImmediate(resolve));
-    } while (seen !== this.#numFrames);
-    this.#events.onBroken();
   }
 }

@@ -22,6 +22,8 @@ export class TestServer {
   readonly url: string;
   readonly keys = curveKeyPair();
   readonly seen: Record<string, any>[] = [];
+  /** The answers to hellos, the last of them to all that follow; undefined: none. */
+  greetings: (FromClient | undefined)[] = [WELCOME];
   readonly #folder = mkdtempSync(join(tmpdir(), 'pw-'));
   readonly #path: string;
   readonly #handler: Handler;
@@ -63,7 +65,10 @@ export class TestServer {
         sending = sending.then(() => socket.send([peer!, bytes])).catch(() => undefined);
       };
       if (message['t'] === 'ping') send(encode({ t: 'pong' }));
-      if (message['t'] === 'hello') send(encode(WELCOME));
+      if (message['t'] === 'hello') {
+        const greeting = this.greetings.length > 1 ? this.greetings.shift() : this.greetings[0];
+        if (greeting !== undefined) send(encode(greeting));
+      }
       this.#handler(message, (reply) => send(reply['raw'] instanceof Uint8Array ? reply['raw'] : encode(reply)), peer!.toString('hex'));
     }
   }
