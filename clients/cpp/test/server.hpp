@@ -46,6 +46,8 @@ class Server {
 
     std::string url;
     const std::pair<std::string, std::string> keys = curve_pair();
+    // The answer to the hello of this number, from 0 on; "": none. Set before `open`.
+    std::function<std::string(int)> greeting = [](int) { return welcome().frame(); };
 
     void open() {
         is_open_ = true;
@@ -71,7 +73,6 @@ class Server {
         return seen_;
     }
 
-  private:
     static MapWriter welcome() {
         MapWriter map = message("welcome");
         const std::map<std::string, std::int64_t> numbers{
@@ -82,6 +83,7 @@ class Server {
         return map;
     }
 
+  private:
     static Asked read(const zmq::message_t& frame) {
         std::size_t at = 1;
         const auto handle = msgpack::unpack(static_cast<const char*>(frame.data()), frame.size(), at);
@@ -104,7 +106,9 @@ class Server {
                 socket_.send(zmq::buffer(peer.data(), peer.size()), zmq::send_flags::sndmore);
                 socket_.send(zmq::buffer(bytes));
             };
-            if (asked.t == "hello") reply(welcome().frame());
+            if (asked.t == "hello") {
+                if (const std::string answer = greeting(num_hellos_++); !answer.empty()) reply(answer);
+            }
             if (asked.t == "ping") reply(message("pong").frame());
             if (asked.t != "ping") {
                 std::lock_guard lock(mutex_);
@@ -120,6 +124,7 @@ class Server {
     zmq::context_t context_{1};
     zmq::socket_t socket_;
     std::atomic<bool> is_open_{false};
+    int num_hellos_ = 0;
     std::mutex mutex_;
     std::vector<Asked> seen_;
     std::thread thread_;

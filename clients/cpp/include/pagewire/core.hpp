@@ -1,9 +1,13 @@
 // The client's own thread: connects, watches, sends, receives, and feeds the streams.
 //
-//   new socket ── hello ──▶ waiting ── welcome ──▶ welcomed ── ping … pong
-//       ▲                      │                       │
-//       └──── lost: streams wait, or end with it ──────┘
+//   pause ──▶ new socket ── hello ──▶ waiting ── welcome ──▶ welcomed ── ping … pong
+//     ▲           │ not connected         │                       │
+//     ├───────────┘                       │                       │
+//     └────── lost: streams wait, or end with it ─────────────────┘
 //             disconnected, silent for the heartbeat timeout, or not known to the server any more
+//
+// A hello is said again only after the one before was refused: each starts the connection anew, and what was asked between
+// two is lost.
 //
 // Everything is under one lock, which the thread gives up while it waits in poll.
 #pragma once
@@ -23,6 +27,7 @@
 #include <thread>
 #include <utility>
 
+#include "backoff.hpp"
 #include "link.hpp"
 #include "request.hpp"
 #include "state.hpp"
@@ -36,6 +41,7 @@ class Core {
   public:
     Core(std::string url_, std::string name, std::optional<CurveKeys> curve, Milliseconds resume_timeout)
         : url(std::move(url_)), hello_(hello(name).frame()), curve_(std::move(curve)), resume_timeout_(resume_timeout) {
+        backoff_.next();  // the first attempt
         connect();
         if (pipe2(wake_, O_NONBLOCK | O_CLOEXEC) != 0) throw InternalError({"internal", "no pipe can be had"});
         thread_ = std::thread([this] { guarded_run(); });
@@ -119,7 +125,9 @@ class Core {
 
   private:
     static constexpr std::size_t max_unsent_bytes = 64u << 20;
-    static constexpr Milliseconds look_for_resumes{20};
+    static constexpr Milliseconds look_for_resumes{20}, steady{1000};
+    // Connections to a server that never let us in that fail in a row, after which that is taken for a refusal.
+    static constexpr int max_failures = 4;
 
     // What goes wrong here (no more sockets, no memory) ends the streams, and not the process.
     void guarded_run() noexcept {
@@ -144,13 +152,15 @@ class Core {
                 {connection_ ? connection_->dealer().handle() : nullptr, 0, events(), 0},
                 {connection_ ? connection_->monitor().handle() : nullptr, 0, ZMQ_POLLIN, 0},
             };
-            const auto left = std::chrono::duration_cast<Milliseconds>(next_tick_ - Clock::now()) + Milliseconds(1);
+            const auto due = connect_at_ ? std::min(*connect_at_, next_tick_) : next_tick_;
+            const auto left = std::chrono::duration_cast<Milliseconds>(due - Clock::now()) + Milliseconds(1);
             const auto wait = std::clamp(left, Milliseconds(0), has_resuming() ? look_for_resumes : heartbeat_);
             lock.unlock();
             zmq::poll(items, connection_ ? 3 : 1, wait);
             char note[64];
             while (read(wake_[0], note, sizeof note) > 0) continue;
             lock.lock();
+            if (connect_at_ && Clock::now() >= *connect_at_) connect();
             if (connection_) take();
             flush();
             if (Clock::now() >= next_tick_) tick();
@@ -165,7 +175,10 @@ class Core {
         told_.notify_all();
     }
 
-    short events() const { return static_cast<short>(unsent_.empty() ? ZMQ_POLLIN : ZMQ_POLLIN | ZMQ_POLLOUT); }
+    short events() const {
+        const bool wants_to_send = connection_ && connection_->is_connected() && !unsent_.empty();
+        return static_cast<short>(wants_to_send ? ZMQ_POLLIN | ZMQ_POLLOUT : ZMQ_POLLIN);
+    }
 
     void wake() {
         const char note = 0;
@@ -173,19 +186,41 @@ class Core {
     }
 
     void connect() {
+        connect_at_.reset();
         heard_ = Clock::now();
-        connection_ = std::make_unique<Connection>(context_, url, curve_);
-        connection_->try_send(hello_);
+        connection_ = std::make_unique<Connection>(context_, url, curve_, backoff_.own_retries());
+        was_connected_ = is_greeting_ = false;
     }
+
+    // After a pause where there were attempts in vain. What is to be sent waits.
+    void connect_later() {
+        connection_.reset();
+        connect_at_ = Clock::now() + backoff_.next();
+    }
+
+    void greet() { is_greeting_ = connection_->try_send(hello_); }
 
     // Frames first: those that came before a break are good.
     void take() {
         const bool is_broken = connection_->look();
+        if (connection_->is_connected() && !std::exchange(was_connected_, connection_->is_connected())) {
+            heard_ = Clock::now(), num_failed_ = 0;
+            greet();
+        }
         zmq::message_t frame;
-        for (int i = 0; (is_broken || i < 256) && connection_ && connection_->try_receive(frame); ++i) on_frame(frame);
-        if (!connection_) return;
-        if (!connection_->denied().empty()) on_denied();
+        const Connection* taken = connection_.get();
+        for (int i = 0; (is_broken || i < 256) && connection_.get() == taken && connection_->try_receive(frame); ++i) {
+            on_frame(frame);
+        }
+        if (connection_.get() != taken) return;
+        if (!connection_->denied().empty()) on_denied(connection_->denied());
         else if (is_broken) lost("the connection to " + url + " broke");
+        else if (connection_->has_failed()) on_failed();
+    }
+
+    void on_failed() {
+        if (++num_failed_ >= max_failures && !info) on_denied(connection_->why_failed());
+        else connect_later();
     }
 
     void flush() {
@@ -197,16 +232,18 @@ class Core {
 
     // Give the connection up and make another.
     void lost(const std::string& why) {
+        if (is_welcomed_ && Clock::now() - welcomed_ >= steady) backoff_.reset();
         forget();
         refusal_.reset();
         on_lost({"connection_lost", why});
-        connect();
+        connect_later();
     }
 
     // The server does not let us connect; it is tried again with the next heartbeat.
-    void on_denied() {
-        const Fault denied{"unauthorized", "the server at " + url + " lets us not in: " + connection_->denied()};
+    void on_denied(const std::string& why) {
+        const Fault denied{"unauthorized", "the server at " + url + " lets us not in: " + why};
         forget();
+        num_failed_ = 0;
         refuse(denied);
         on_lost(denied);
     }
@@ -260,13 +297,15 @@ class Core {
         const auto now = Clock::now();
         const bool is_late = now - next_tick_ > heartbeat_;
         next_tick_ = now + heartbeat_;
-        if (!connection_) return connect();
+        if (!connection_) {
+            if (!connect_at_) connect();  // denied
+            return;
+        }
         if (!is_late && now - heard_ > timeout_) {
             return lost("the server at " + url + " was silent for " + std::to_string(timeout_.count()) + " ms");
         }
-        if (!unsent_.empty()) return;
-        if (is_welcomed_) connection_->try_send(message("ping").frame());
-        else if (refusal_) connection_->try_send(hello_);
+        if (is_welcomed_ && unsent_.empty()) connection_->try_send(message("ping").frame());
+        else if (!is_welcomed_ && refusal_ && !is_greeting_) greet();
     }
 
     // ---- from the server --------------------------------------------------------------------------------------------
@@ -297,6 +336,8 @@ class Core {
     }
 
     void on_welcome(ServerInfo welcome) {
+        if (is_welcomed_) return lost("the server at " + url + " began this connection anew");
+        is_greeting_ = false, welcomed_ = Clock::now();
         heartbeat_ = Milliseconds(std::max<std::int64_t>(1, welcome.heartbeat_ms));
         timeout_ = Milliseconds(welcome.heartbeat_timeout_ms);
         next_tick_ = Clock::now() + heartbeat_;
@@ -314,7 +355,10 @@ class Core {
     void on_error(const ErrorMessage& message) {
         const bool is_unknown = message.fault.field == "hello";  // the server does not know this connection (any more)
         if (is_unknown && is_welcomed_) return lost("the server at " + url + " was restarted or gave this connection up");
-        if (!is_welcomed_ && !is_unknown) return refuse(message.fault);
+        if (!is_welcomed_ && !is_unknown) {
+            is_greeting_ = false;
+            return refuse(message.fault);
+        }
         const auto found = message.stream ? streams.find(*message.stream) : streams.end();
         if (found == streams.end()) return;  // a cancel that crossed its stream's end
         const std::shared_ptr<StreamState> state = found->second;
@@ -420,7 +464,12 @@ class Core {
     const std::optional<CurveKeys> curve_;
     const Milliseconds resume_timeout_;
     zmq::context_t context_{1};
+    Backoff backoff_;
     std::unique_ptr<Connection> connection_;
+    std::optional<Clock::time_point> connect_at_;
+    bool was_connected_ = false, is_greeting_ = false;  // of this connection; a hello that was not answered is under way
+    int num_failed_ = 0;
+    Clock::time_point welcomed_;
     int wake_[2] = {-1, -1};
     std::condition_variable told_;
     std::deque<std::string> unsent_;

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include <zmq.hpp>
 
@@ -18,14 +20,17 @@ namespace pagewire::detail {
 // A new one is made for each new connection, so that nothing of an old one reaches the streams of a new one.
 class Connection {
   public:
+    // `retries`: first and longest pause between attempts where nobody listens.
     // Throws ConfigError: the URL is no endpoint, or the keys are none.
-    Connection(zmq::context_t& context, const std::string& url, const std::optional<CurveKeys>& curve)
+    Connection(zmq::context_t& context, const std::string& url, const std::optional<CurveKeys>& curve,
+               const std::pair<std::chrono::milliseconds, std::chrono::milliseconds>& retries)
         : dealer_(context, zmq::socket_type::dealer), monitor_(context, zmq::socket_type::pair), has_keys_(curve) {
         static std::atomic<unsigned> counter{0};
         const std::string watch = "inproc://pagewire-monitor-" + std::to_string(counter++);
         dealer_.set(zmq::sockopt::linger, 0);
         monitor_.set(zmq::sockopt::linger, 0);
-        dealer_.set(zmq::sockopt::reconnect_ivl, 50);
+        dealer_.set(zmq::sockopt::reconnect_ivl, static_cast<int>(retries.first.count()));
+        dealer_.set(zmq::sockopt::reconnect_ivl_max, static_cast<int>(retries.second.count()));
         dealer_.set(zmq::sockopt::maxmsgsize, static_cast<std::int64_t>(2 * max_reply_bytes));
         if (url.find('[') != std::string::npos) dealer_.set(zmq::sockopt::ipv6, true);
         const char* field = "curve";
@@ -51,9 +56,10 @@ class Connection {
     zmq::socket_t& dealer() { return dealer_; }
     zmq::socket_t& monitor() { return monitor_; }
 
-    // False: as many frames wait as may wait.
+    // False: there is no connection, or as many frames wait as may wait. Without a connection they would wait inside, and
+    // be lost with the socket.
     bool try_send(const std::string& frame) {
-        return dealer_.send(zmq::buffer(frame), zmq::send_flags::dontwait).has_value();
+        return is_connected_ && dealer_.send(zmq::buffer(frame), zmq::send_flags::dontwait).has_value();
     }
 
     // A message of more than one part becomes an empty frame, which is none.
@@ -79,36 +85,41 @@ class Connection {
         return is_broken;
     }
 
+    bool is_connected() const { return is_connected_; }
+
+    // Somebody took the connection and closed it before a word: a server that starts or ends, or a proxy with none behind it.
+    bool has_failed() const { return has_failed_ && !is_connected_; }
+
     // Why the server does not let us connect, if so.
     const std::string& denied() const { return denied_; }
+
+    // What it means where connections fail time after time.
+    std::string why_failed() const {
+        return has_keys_ ? "the server's key is another one, or it has none" : "the server asks for keys (curve)";
+    }
 
   private:
     static constexpr int watched = ZMQ_EVENT_DISCONNECTED | ZMQ_EVENT_HANDSHAKE_SUCCEEDED |
                                    ZMQ_EVENT_HANDSHAKE_FAILED_AUTH | ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL |
                                    ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL;
-    // Handshakes that fail without a reason in a row, after which it is taken for a refusal.
-    static constexpr int max_failures = 5;
 
     bool note(std::uint16_t event) {
         if (event == ZMQ_EVENT_HANDSHAKE_SUCCEEDED) {
-            is_connected_ = true, num_failed_ = 0;
+            is_connected_ = true;
         } else if (event == ZMQ_EVENT_DISCONNECTED) {
-            const bool was_connected = is_connected_;
-            is_connected_ = false;
-            return was_connected;
+            has_failed_ = !is_connected_;
+            return std::exchange(is_connected_, false);
         } else if (event == ZMQ_EVENT_HANDSHAKE_FAILED_AUTH) {
             denied_ = "our key is not on the server's list";
-        } else if (event == ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL || ++num_failed_ >= max_failures) {
-            // Without a detail it may be a server that is just starting or ending: libzmq tries again by itself.
-            denied_ = has_keys_ ? "the server's key is another one, or it has none" : "the server asks for keys (curve)";
+        } else if (event == ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL) {
+            denied_ = why_failed();
         }
-        return false;
+        return false;  // a failure without a detail is followed by a disconnection
     }
 
     zmq::socket_t dealer_, monitor_;
     const bool has_keys_;
-    bool is_connected_ = false;
-    int num_failed_ = 0;
+    bool is_connected_ = false, has_failed_ = false;
     std::string denied_;
 };
 
