@@ -202,6 +202,14 @@ async def one_round(
     return told, proxy
 
 
+def deaths(lines: list[str]) -> dict[str, int]:
+    """Of each part, as the supervisor tells: on a machine that is too busy there may be more than were planned."""
+    return {
+        f"{name}s_lost": sum(f"process=supervisor event={name}_lost" in line for line in lines)
+        for name in ("engine", "gateway")
+    }
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -214,7 +222,7 @@ async def run(rounds: int, seconds: float, num_streams: int, seed: int, command:
     async with served(*OPTIONS, "--bind", f"tcp://127.0.0.1:{port}", command=command) as server:
         expected = await undisturbed(server.url)
         for number in range(rounds):
-            begun = time.monotonic()
+            begun, num_lines = time.monotonic(), len(server.lines)
             told, proxy = await one_round(server, port, expected, seed + number, seconds, num_streams)
             out.append(told)
             line = {
@@ -226,10 +234,11 @@ async def run(rounds: int, seconds: float, num_streams: int, seed: int, command:
                 "connections": proxy.num_connections,
                 "cut": proxy.num_cut,
                 "stalled": proxy.num_stalled,
+                **deaths(server.lines[num_lines:]),
                 "wrong": len(told.wrong),
             }
             print(json.dumps(line), flush=True)
-            for text in told.wrong[:5]:
+            for text in told.wrong[:5] + (server.lines[num_lines:] if told.wrong else []):
                 print("   ", text, flush=True)
         assert await server.stop() == 0
     return out

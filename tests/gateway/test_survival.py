@@ -14,6 +14,7 @@ from tests.gateway.bench import WELCOME, Bench, ids_of, tokens
 
 from pagewire.errors import Cancelled, EngineLost
 from pagewire.gateway.asked import asked_in
+from pagewire.gateway.continuity import _FAR
 from pagewire_transport.messages import (
     Accepted,
     Cancel,
@@ -297,12 +298,15 @@ def test_whatever_is_lost_the_client_gets_every_token_once_and_the_same_text(mov
         reader, engine = world.reader, world.engine
         reader.read(world.bench)
         for count, unread, lost in moves:
-            engine.step(max(1, count))  # a stream under which engines die before it has a token ends
+            # A stream under which engines die one after the other before it got far ends.
+            engine.step(max(_FAR + 1 if lost.startswith("engine") else 1, count))
             if reader.done is not None:
                 break  # it has all and asks for nothing
             if lost in ("engine", "link"):
                 engine.lose(dies=lost == "engine")
                 engine.come_back()
+                if world.bench.of(Done, reader.peer):
+                    reader.read(world.bench)  # the next engine has never heard of it: with the gateway it would be lost
                 continue
             if lost == "engine, then client":
                 engine.lose(dies=True)
@@ -353,23 +357,123 @@ async def test_what_kills_every_engine_is_found_out_and_its_neighbours_live_on(b
     engine.obey()
     asked = list(engine.asked.values())
     engine.asked.pop(asked[0].request_id)  # it never gets a token
-    engine.step(2)
+    engine.step(_FAR + 1)
     for num_told in (0, 1):
         engine.lose(dies=True)
-        assert len(bench.of(Error, "killer")) == num_told
         begun = len(bench.engine)
         engine.come_back()
         (first,) = [m.request_id for m in bench.engine[begun:] if isinstance(m, Resume)]
         assert first == asked[1].request_id, "whatever had no token yet comes later"
-        engine.step(2)
+        engine.step(_FAR + 1)
         await asyncio.sleep(0.05)
         engine.obey()
+        assert len(bench.of(Error, "killer")) == num_told
         engine.asked.pop(asked[0].request_id, None)
     assert [m.code for m in bench.of(Error, "killer")] == ["engine_lost"]
     for _ in range(LENGTH):
         engine.step(1)
     assert bench.of(Error, "good") == []
     assert bench.of(Done, "good")
+
+
+@pytest.mark.parametrize("says_so", [False, True])
+async def test_what_kills_engines_at_a_certain_token_takes_two_and_no_more(bench, says_so):
+    """Not all tokens that an engine drew before it died have arrived: it seems to come further each time."""
+    engine = Engine(bench)
+    bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
+    engine.obey()
+    engine.step(30)
+    for num_more, num_told in ((0, 0), (3, 1)):
+        engine.step(num_more)
+        if says_so:
+            for number in engine.open:
+                bench.from_engine(Error(code="engine_lost", message="token 34", stream=number))
+        engine.lose(dies=True)
+        engine.come_back()
+        assert [m.code for m in bench.of(Error)] == ["engine_lost"] * num_told
+    assert len(bench.gateway._upstream) == 0
+    assert not engine.asked
+
+
+async def test_a_stream_that_gets_on_outlives_any_number_of_engines(bench):
+    engine = Engine(bench)
+    bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
+    engine.obey()
+    for _ in range(LENGTH // (_FAR + 1)):
+        engine.step(_FAR + 1)
+        engine.lose(dies=True)
+        engine.come_back()
+    engine.step(LENGTH)
+    assert bench.of(Error) == []
+    assert bench.of(Done)
+
+
+async def test_an_engine_that_says_that_it_ends_is_lost_before_its_connection_is(bench):
+    """Nothing more is asked of it, not even by those that come meanwhile."""
+    engine = Engine(bench)
+    for stream in (1, 2):
+        bench.client("a", Generate(stream=stream, prompt_ids=b"abcd", params=SamplingParams(seed=stream)))
+    engine.obey()
+    engine.step(4)
+    (first, second), asked = engine.open, len(bench.engine)
+    bench.from_engine(Error(code="engine_lost", message="the device fell off the bus", stream=first))
+    bench.client("a", Generate(stream=3, prompt_ids=b"abcd", params=SamplingParams(seed=3)))
+    bench.from_engine(Error(code="draining", message="the time is over", stream=second))
+    bench.client("a", Cancel(stream=3))
+    assert bench.of(Error) == []
+    assert [m.stream for m in bench.of(Done)] == [3]
+    assert len(bench.engine) == asked
+    engine.lose(dies=True)
+    engine.come_back()
+    engine.step(LENGTH)
+    assert [m.stream for m in bench.of(Done)] == [3, 1, 2]
+    assert bench.of(Error) == []
+
+
+@pytest.mark.parametrize("server", [{"replay_timeout_ms": 0}, {}])
+async def test_where_no_engine_is_waited_for_the_last_word_of_this_one_is_told(make_bench, server):
+    bench = make_bench(server=server)
+    number = bench.start()
+    if not server:
+        bench.gateway.drain()
+    bench.from_engine(Error(code="engine_lost", message="the device fell off the bus", stream=number))
+    assert [(m.code, m.message) for m in bench.of(Error)] == [("engine_lost", "the device fell off the bus")]
+
+
+async def test_a_stream_that_was_begun_does_not_end_because_the_next_engine_is_full(bench):
+    engine = Engine(bench)
+    bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
+    engine.obey()
+    engine.step(_FAR + 1)
+    engine.lose(dies=True)
+    begin, engine.begin = (
+        engine.begin,
+        lambda message: bench.from_engine(
+            Error(code="overloaded", message="full", stream=message.stream, retry_after_ms=10)
+        ),
+    )
+    engine.come_back()
+    assert bench.of(Error) == []
+    engine.begin = begin
+    await asyncio.sleep(0.05)
+    engine.obey()
+    engine.step(LENGTH)
+    assert bench.of(Done)
+    bench.client("a", Generate(stream=2, prompt_ids=b"abcd"))
+    bench.from_engine(Error(code="overloaded", message="full", stream=bench.engine[-1].stream, retry_after_ms=10))
+    assert [m.stream for m in bench.of(Error)] == [2], "one that was not is told"
+
+
+async def test_a_link_that_breaks_is_no_death(bench):
+    engine = Engine(bench)
+    bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
+    engine.obey()
+    for dies in (True, False, False, False):
+        engine.lose(dies=dies)
+        engine.come_back()
+    engine.step(LENGTH)
+    assert bench.of(Error) == []
+    assert bench.of(Done)
 
 
 async def test_a_stream_that_waits_can_be_cancelled_and_cut(bench):

@@ -35,7 +35,7 @@ from pagewire.engine.health import Health, Monitor
 from pagewire.engine.instruments import Instruments
 from pagewire.engine.launches import Launches, MaskSource, WorkerError
 from pagewire.engine.watchdog import Progress
-from pagewire.errors import Draining, EngineFailed, InternalError, PagewireError, Unavailable
+from pagewire.errors import Draining, EngineFailed, EngineLost, InternalError, PagewireError, Unavailable
 from pagewire.metrics import Registry
 from pagewire.request.request import Request, TokenArray
 from pagewire.scheduler.cost_model import CostModel
@@ -156,11 +156,11 @@ class EngineCore:
 
         Raises:
             InvalidRequest, PromptTooLong, Overloaded: refused by the scheduler.
-            Draining, EngineFailed: nothing is taken any more.
+            Draining, EngineLost: nothing is taken any more.
             Unavailable: not now; the engine stalls.
         """
         if self._failure is not None:
-            raise EngineFailed(self._failure.message)  # a new one: one raised again and again collects tracebacks
+            raise EngineLost(self._failure.message)  # a new one: one raised again and again collects tracebacks
         if self._is_draining:
             raise Draining("the engine is shutting down")
         if not self.health.ready:
@@ -388,7 +388,7 @@ class EngineCore:
         for sequence in open_ones:
             if sequence.is_live:  # the others ended by themselves and were about to be reported
                 sequence.state, sequence.finish_reason = SequenceState.FINISHED, "error"
-                sequence.error = EngineFailed(reason)
+                sequence.error = EngineLost(reason)  # whoever reads it may go on at another engine
                 sequence.finished_ns = self.clock.now_ns()
         if open_ones:
             self._hand_out(StepOutcome(NO_STEP, ended=open_ones))

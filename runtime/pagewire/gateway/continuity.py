@@ -1,5 +1,7 @@
 """How a stream survives the loss of its client, of its engine, or of the gateway before this one.
 
+An engine that ends for a reason says so to each stream before its process is gone: that is its loss, too.
+
 lost         who goes on                                                with
 client       the same gateway: `resume`                                 the tokens that it kept
 engine       this gateway: `resume` at the engine that is back, or a    prompt and tokens as a prompt: the next token
@@ -16,7 +18,15 @@ from typing import Final, Protocol
 import msgspec
 
 from pagewire.config import ServerConfig
-from pagewire.errors import EngineLost, PagewireError, ProtocolError, TakenOver, Unavailable, UnknownStream
+from pagewire.errors import (
+    Draining,
+    EngineLost,
+    PagewireError,
+    ProtocolError,
+    TakenOver,
+    Unavailable,
+    UnknownStream,
+)
 from pagewire.gateway.absence import Absence
 from pagewire.gateway.asked import Asked, asked_of
 from pagewire.gateway.client import Client
@@ -31,7 +41,10 @@ from pagewire_transport.door import refusal
 from pagewire_transport.messages import Accepted, Done, Error, Finished, Resume, Timings, Usage
 
 _MOST_DEATHS: Final = 2
-"""Engines that may die under a stream one after another without giving it a token: it may be what kills them."""
+"""Engines that may die under a stream one after another before it got far: it may be what kills them."""
+_FAR: Final = 8
+"""Tokens after the last death, of which more acquit a stream. What dies with an engine are also tokens that it had drawn and not
+sent: one that dies at a certain token seems to have come a little further the second time."""
 _QUARANTINE_S: Final = 1.0
 """So much later than the others begin those under which an engine died before they had a token from it."""
 _RETRY_AFTER_MS: Final = 1000
@@ -91,57 +104,59 @@ class Continuity:
         self.absence = Absence(config.replay_timeout_ms, on_timeout)
         self._is_closing = False
         self._is_absent = False
+        self._is_leaving = False  # the engine that is there said that it ends
         self._reason: PagewireError = EngineLost("no engine is there")
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
     def engine_lost(self, reason: PagewireError) -> None:
         """The engine is gone: what it worked on waits for the next one."""
-        self._reason, self._is_absent = reason, True
+        self._reason, self._is_absent, self._is_leaving = reason, True, False
         lost = [stream for _, stream in self._upstream]
         self._upstream.forget_all()
         if self.absence.timeout_ms:
             self.absence.begin()
         for stream in lost:
-            stream.is_resuming = False
-            if stream.has_moved:
-                stream.num_deaths = 1
-            elif not stream.is_idle:  # else nothing was computed for it
-                stream.num_deaths += 1
-            stream.is_suspect, stream.has_moved = not stream.has_moved and not stream.is_idle, False
             if stream.ending is not None:
                 continue
+            stream.is_resuming = stream.is_homeless = False
+            stream.is_suspect, stream.has_moved = not stream.has_moved and not stream.is_idle, False
             if stream.recall is not None:  # its client asks again
                 self._owner.fail(stream, Unavailable("no engine serves now", retry_after_ms=_RETRY_AFTER_MS))
-            elif stream.num_deaths >= _MOST_DEATHS:
+            elif not _can_ask(stream) and _died_under(stream):  # the others will ask whether it died or the link broke
                 self._owner.fail(stream, reason)
             else:
                 self.start(stream)
 
     def start(self, stream: GatewayStream) -> None:
         """Ask the engine for a stream that is ready for it, or let it wait until there is one."""
-        if not self._is_absent:
+        if not self._is_absent and not self._is_leaving:
             self._upstream.start(stream)
         elif self.absence.timeout_ms and not self._is_closing:
+            self.absence.begin()
             self.absence.add(stream)
         else:
             self._owner.fail(stream, self._reason)
 
     def engine_ready(self) -> None:
         """An engine is there: go on."""
-        self._is_absent = False
+        self._is_absent = self._is_leaving = False
         waiting = self.absence.end()
         suspects = [stream for stream in waiting if stream.is_suspect]
         if len(suspects) < len(waiting):
             for stream in suspects:
                 self.absence.add(stream)
-            asyncio.get_running_loop().call_later(_QUARANTINE_S, self._release)
+            self._release_in(_QUARANTINE_S)
         for stream in waiting:
             if stream not in self.absence:
                 self._try_to_go_on(stream)
 
+    def _release_in(self, seconds: float) -> None:
+        """Go on then with those that wait although there is an engine."""
+        asyncio.get_running_loop().call_later(seconds, self._release)
+
     def _release(self) -> None:
-        if not self._is_absent:
+        if not self._is_absent and not self._is_leaving:
             for stream in self.absence.end():
                 self._try_to_go_on(stream)
             self._owner.flush()
@@ -161,7 +176,7 @@ class Continuity:
         if stream.accepted is not None and all(choice.finished is not None for choice in stream.choices):
             self.end_here(stream)
             return
-        if stream.accepted is not None and stream.accepted.resume_key:
+        if _can_ask(stream) and not stream.is_homeless:
             stream.is_resuming = True
             self._upstream.resume(stream)
         else:
@@ -175,8 +190,9 @@ class Continuity:
             PagewireError: the stream cannot go on there.
         """
         stream.is_resuming = False
-        if stream.asked is None:
+        if stream.asked is None or _died_under(stream):
             raise self._reason.with_traceback(None)
+        stream.is_homeless = True
         self._upstream.start(stream)
         self._tell_stops(stream)
 
@@ -214,6 +230,7 @@ class Continuity:
         """The engine took a stream, for the first time, again, or gave it back."""
         if stream.is_resuming:
             stream.is_resuming, stream.has_moved = False, True  # the connection broke, and not the engine
+        stream.is_homeless = False
         if stream.recall is not None:
             self._recalled(stream, message)
         elif stream.accepted is None:
@@ -313,13 +330,29 @@ class Continuity:
             self._upstream.finish(stream, index, stop.at)
 
     def refused(self, stream: GatewayStream, message: Error) -> bool:
-        """The engine refused a stream. Whether it goes on all the same."""
-        if not stream.is_resuming or message.code != UnknownStream.code or stream.ending is not None:
+        """The engine refused a stream, or ended it. Whether it goes on all the same."""
+        if stream.ending is not None or stream.recall is not None:
             return False
-        try:
-            self.engine_does_not_know(stream)
-        except PagewireError as error:
-            self._owner.fail(stream, error)
+        if stream.is_resuming and message.code == UnknownStream.code:
+            try:
+                self.engine_does_not_know(stream)
+            except PagewireError as error:
+                self._owner.fail(stream, error)
+            return True
+        if self._is_closing or not self.absence.timeout_ms:
+            return False
+        if message.code == EngineLost.code and _died_under(stream):
+            return False
+        if message.code in (EngineLost.code, Draining.code):  # it alone was told to stop: the server was not
+            self._is_leaving = stream.is_homeless = True
+            stream.is_suspect, stream.has_moved = not stream.has_moved and not stream.is_idle, False
+        elif (stream.is_resuming or stream.is_homeless) and message.retry_after_ms is not None:  # it was begun: no end
+            self._release_in(message.retry_after_ms / 1000)
+        else:
+            return False
+        stream.upstream, stream.is_resuming = None, False
+        self.absence.begin()
+        self.absence.add(stream)
         return True
 
     def close(self) -> None:
@@ -333,6 +366,22 @@ class Continuity:
         if stream.ending is None:
             self._owner.leave_engine(stream)
             stream.ending = refusal(TakenOver("its client did not come back"), stream.number)  # nobody reads it
+
+
+def _can_ask(stream: GatewayStream) -> bool:
+    """An engine that knows the stream would give it back."""
+    return stream.accepted is not None and bool(stream.accepted.resume_key)
+
+
+def _died_under(stream: GatewayStream) -> bool:
+    """Count the death of an engine against the stream; whether that is one too many."""
+    num = stream.num_completion_tokens
+    if num - stream.num_at_death > _FAR:
+        stream.num_deaths = 1
+    elif not stream.is_idle:  # else nothing was computed for it
+        stream.num_deaths += 1
+    stream.num_at_death = num
+    return stream.num_deaths >= _MOST_DEATHS
 
 
 def _check_user(asked: Asked, client: Client) -> None:

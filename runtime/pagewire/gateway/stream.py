@@ -232,11 +232,13 @@ class GatewayStream:
         prompt_logprobs: likewise.
         recall: the `resume` that the engine is to answer, since this gateway does not know the stream.
         is_resuming: the engine was asked whether it still has it.
+        is_homeless: no engine has it any more, and none has taken it again.
         is_cancelled: by its client.
         is_paused: by its client; whoever resumes it goes on with it.
         is_held: paused since its client lags; see `Lag`.
         owed: tokens of a choice that were pending when its client came back: they are not held against it.
-        num_deaths: engines that died under it, one after another, without giving it a token.
+        num_deaths: engines that died under it, one after another, before it got far.
+        num_at_death: its tokens when the last of them did.
         has_moved: it got a token from this engine.
         is_suspect: the last engine died before it got a token from it.
         opening: `accepted`, then `prompt_logprobs`, until they are sent.
@@ -258,11 +260,13 @@ class GatewayStream:
     prompt_logprobs: PromptLogprobs | None = None
     recall: Resume | None = None
     is_resuming: bool = False
+    is_homeless: bool = False
     is_cancelled: bool = False
     is_paused: bool = False
     is_held: bool = False
     owed: int = 0
     num_deaths: int = 0
+    num_at_death: int = 0
     has_moved: bool = False
     is_suspect: bool = False
     opening: list[Accepted | PromptLogprobs] = field(default_factory=list)
