@@ -42,7 +42,7 @@ from pagewire_transport.messages import Accepted, Done, Error, Finished, Resume,
 
 _MOST_DEATHS: Final = 2
 """Engines that may die under a stream one after another before it got far: it may be what kills them."""
-_FAR: Final = 8
+_FAR: Final = 4
 """Tokens after the last death, of which more acquit a stream. What dies with an engine are also tokens that it had drawn and not
 sent: one that dies at a certain token seems to have come a little further the second time."""
 _QUARANTINE_S: Final = 1.0
@@ -119,8 +119,8 @@ class Continuity:
         for stream in lost:
             if stream.ending is not None:
                 continue
-            stream.is_resuming = stream.is_homeless = False
-            stream.is_suspect, stream.has_moved = not stream.has_moved and not stream.is_idle, False
+            stream.is_homeless = False
+            _leave(stream)
             if stream.recall is not None:  # its client asks again
                 self._owner.fail(stream, Unavailable("no engine serves now", retry_after_ms=_RETRY_AFTER_MS))
             elif not _can_ask(stream) and _died_under(stream):  # the others will ask whether it died or the link broke
@@ -341,11 +341,11 @@ class Continuity:
             return True
         if self._is_closing or not self.absence.timeout_ms:
             return False
-        if message.code == EngineLost.code and _died_under(stream):
-            return False
         if message.code in (EngineLost.code, Draining.code):  # it alone was told to stop: the server was not
+            _leave(stream)
+            if message.code == EngineLost.code and _died_under(stream):
+                return False
             self._is_leaving = stream.is_homeless = True
-            stream.is_suspect, stream.has_moved = not stream.has_moved and not stream.is_idle, False
         elif (stream.is_resuming or stream.is_homeless) and message.retry_after_ms is not None:  # it was begun: no end
             self._release_in(message.retry_after_ms / 1000)
         else:
@@ -373,12 +373,18 @@ def _can_ask(stream: GatewayStream) -> bool:
     return stream.accepted is not None and bool(stream.accepted.resume_key)
 
 
+def _leave(stream: GatewayStream) -> None:
+    """The engine does not go on with it."""
+    stream.was_idle, stream.is_resuming = stream.is_idle, False
+    stream.is_suspect, stream.has_moved = not stream.has_moved and not stream.was_idle, False
+
+
 def _died_under(stream: GatewayStream) -> bool:
     """Count the death of an engine against the stream; whether that is one too many."""
     num = stream.num_completion_tokens
     if num - stream.num_at_death > _FAR:
         stream.num_deaths = 1
-    elif not stream.is_idle:  # else nothing was computed for it
+    elif not stream.was_idle:  # else nothing was computed for it
         stream.num_deaths += 1
     stream.num_at_death = num
     return stream.num_deaths >= _MOST_DEATHS

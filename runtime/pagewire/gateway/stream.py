@@ -240,6 +240,7 @@ class GatewayStream:
         num_deaths: engines that died under it, one after another, before it got far.
         num_at_death: its tokens when the last of them did.
         has_moved: it got a token from this engine.
+        was_idle: nothing was to be generated for it when the last engine was lost.
         is_suspect: the last engine died before it got a token from it.
         opening: `accepted`, then `prompt_logprobs`, until they are sent.
         num_prompt_told: tokens of the prompt whose log-probabilities were taken out of `opening` already.
@@ -268,6 +269,7 @@ class GatewayStream:
     num_deaths: int = 0
     num_at_death: int = 0
     has_moved: bool = False
+    was_idle: bool = False
     is_suspect: bool = False
     opening: list[Accepted | PromptLogprobs] = field(default_factory=list)
     num_prompt_told: int = 0
