@@ -131,6 +131,25 @@ async def test_a_resume_takes_the_stream_from_a_connection_that_seems_alive():
             assert (await first.read()).code == "unknown_stream"
 
 
+async def test_a_request_that_is_repeated_behind_another_hello_is_another_stream():
+    """What a client must not do (`Link`): it would have the tokens of one and the key of the other, and can resume neither."""
+    async with serve() as server:
+        with RawPeer(server.endpoint) as first, RawPeer(server.endpoint) as second:
+            await first.hello()
+            one = await begin(server, first, seed=5, max_tokens=10)
+            server.core.step(4)
+            await read_tokens(first, 4)
+            await first.hello()
+            two = await begin(server, first, seed=5, max_tokens=10)
+            await second.hello()
+            second.send(resume(two, [4], stream=3))
+            told = await second.read()
+            assert (told.code, told.field) == ("invalid_request", "received")
+            assert told.message == "says 4 tokens of choice 0, which has 0"
+            second.send(resume(one, [4], stream=4))
+            assert (await second.read()).request_id == one.request_id
+
+
 async def test_no_grace_passes_while_nobody_is_there_who_could_come_back():
     """A gateway may take longer to start than streams are kept for a client."""
     async with serve(resume_grace_ms=40, replay_timeout_ms=10_000) as server:
