@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.gateway.bench import BYTES, Bench, ids_of, tokens
 from tests.gateway.test_survival import LENGTH, Engine, token
 
-from pagewire.gateway.continuity import _FAR
+from pagewire.gateway.blame import FAR
 from pagewire_client.text.text_stream import TextStream
 from pagewire_transport.messages import (
     Accepted,
@@ -351,7 +351,7 @@ async def _play(moves):
             bench.listen(peer)
         elif what in ("engine", "link"):
             engine.obey()  # those that go on do
-            engine.step(_FAR + 1)  # under which engines die before it gets far ends
+            engine.step(FAR + 1)  # under which engines die before it gets far ends
             if all(asked.outputs[0] for asked in engine.asked.values()):  # those that are paused get none, and go on
                 engine.lose(dies=what == "engine")
                 engine.come_back()

@@ -14,7 +14,7 @@ from tests.gateway.bench import WELCOME, Bench, ids_of, tokens
 
 from pagewire.errors import Cancelled, EngineLost
 from pagewire.gateway.asked import asked_in
-from pagewire.gateway.continuity import _FAR
+from pagewire.gateway.blame import FAR
 from pagewire_transport.messages import (
     Accepted,
     Cancel,
@@ -300,7 +300,7 @@ def test_whatever_is_lost_the_client_gets_every_token_once_and_the_same_text(mov
         has_died = False
         for count, unread, lost in moves:
             # A stream under which engines die one after the other before it got far ends.
-            engine.step(max(_FAR + 1 if lost.startswith("engine") else 1, count))
+            engine.step(max(FAR + 1 if lost.startswith("engine") else 1, count))
             if reader.done is not None:
                 break  # it has all and asks for nothing
             if lost in ("engine", "link"):
@@ -362,14 +362,14 @@ async def test_what_kills_every_engine_is_found_out_and_its_neighbours_live_on(b
     engine.obey()
     asked = list(engine.asked.values())
     engine.asked.pop(asked[0].request_id)  # it never gets a token
-    engine.step(_FAR + 1)
+    engine.step(FAR + 1)
     for num_told in (0, 1):
         engine.lose(dies=True)
         begun = len(bench.engine)
         engine.come_back()
         (first,) = [m.request_id for m in bench.engine[begun:] if isinstance(m, Resume)]
         assert first == asked[1].request_id, "whatever had no token yet comes later"
-        engine.step(_FAR + 1)
+        engine.step(FAR + 1)
         await asyncio.sleep(0.05)
         engine.obey()
         assert len(bench.of(Error, "killer")) == num_told
@@ -404,8 +404,8 @@ async def test_a_stream_that_gets_on_outlives_any_number_of_engines(bench):
     engine = Engine(bench)
     bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
     engine.obey()
-    for _ in range(LENGTH // (_FAR + 1)):
-        engine.step(_FAR + 1)
+    for _ in range(LENGTH // (FAR + 1)):
+        engine.step(FAR + 1)
         engine.lose(dies=True)
         engine.come_back()
     engine.step(LENGTH)
@@ -449,7 +449,7 @@ async def test_a_stream_that_was_begun_does_not_end_because_the_next_engine_is_f
     engine = Engine(bench)
     bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
     engine.obey()
-    engine.step(_FAR + 1)
+    engine.step(FAR + 1)
     engine.lose(dies=True)
     begin, engine.begin = (
         engine.begin,

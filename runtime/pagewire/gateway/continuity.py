@@ -29,6 +29,7 @@ from pagewire.errors import (
 )
 from pagewire.gateway.absence import Absence
 from pagewire.gateway.asked import Asked, asked_of
+from pagewire.gateway.blame import died_under, leave
 from pagewire.gateway.client import Client
 from pagewire.gateway.lag import Lag
 from pagewire.gateway.per_key import PerKey
@@ -40,11 +41,6 @@ from pagewire_transport.columns import unpack
 from pagewire_transport.door import refusal
 from pagewire_transport.messages import Accepted, Done, Error, Finished, Resume, Timings, Usage
 
-_MOST_DEATHS: Final = 2
-"""Engines that may die under a stream one after another before it got far: it may be what kills them."""
-_FAR: Final = 4
-"""Tokens after the last death, of which more acquit a stream. What dies with an engine are also tokens that it had drawn and not
-sent: one that dies at a certain token seems to have come a little further the second time."""
 _QUARANTINE_S: Final = 1.0
 """So much later than the others begin those under which an engine died before they had a token from it."""
 _RETRY_AFTER_MS: Final = 1000
@@ -120,10 +116,10 @@ class Continuity:
             if stream.ending is not None:
                 continue
             stream.is_homeless = False
-            _leave(stream)
+            leave(stream)
             if stream.recall is not None:  # its client asks again
                 self._owner.fail(stream, Unavailable("no engine serves now", retry_after_ms=_RETRY_AFTER_MS))
-            elif not _can_ask(stream) and _died_under(stream):  # the others will ask whether it died or the link broke
+            elif not _can_ask(stream) and died_under(stream):  # the others will ask whether it died or the link broke
                 self._owner.fail(stream, reason)
             else:
                 self.start(stream)
@@ -190,7 +186,7 @@ class Continuity:
             PagewireError: the stream cannot go on there.
         """
         stream.is_resuming = False
-        if stream.asked is None or _died_under(stream):
+        if stream.asked is None or died_under(stream):
             raise self._reason.with_traceback(None)
         stream.is_homeless = True
         self._upstream.start(stream)
@@ -342,8 +338,8 @@ class Continuity:
         if self._is_closing or not self.absence.timeout_ms:
             return False
         if message.code in (EngineLost.code, Draining.code):  # it alone was told to stop: the server was not
-            _leave(stream)
-            if message.code == EngineLost.code and _died_under(stream):
+            leave(stream)
+            if message.code == EngineLost.code and died_under(stream):
                 return False
             self._is_leaving = stream.is_homeless = True
         elif (stream.is_resuming or stream.is_homeless) and message.retry_after_ms is not None:  # it was begun: no end
@@ -371,23 +367,6 @@ class Continuity:
 def _can_ask(stream: GatewayStream) -> bool:
     """An engine that knows the stream would give it back."""
     return stream.accepted is not None and bool(stream.accepted.resume_key)
-
-
-def _leave(stream: GatewayStream) -> None:
-    """The engine does not go on with it."""
-    stream.was_idle, stream.is_resuming = stream.is_idle, False
-    stream.is_suspect, stream.has_moved = not stream.has_moved and not stream.was_idle, False
-
-
-def _died_under(stream: GatewayStream) -> bool:
-    """Count the death of an engine against the stream; whether that is one too many."""
-    num = stream.num_completion_tokens
-    if num - stream.num_at_death > _FAR:
-        stream.num_deaths = 1
-    elif not stream.was_idle:  # else nothing was computed for it
-        stream.num_deaths += 1
-    stream.num_at_death = num
-    return stream.num_deaths >= _MOST_DEATHS
 
 
 def _check_user(asked: Asked, client: Client) -> None:
