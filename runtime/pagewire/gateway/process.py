@@ -132,7 +132,9 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
         info: dict[str, str | int | float | bool] = {} if http is None else {"http": http.url}
         _log.info("gateway_ready", endpoint=door.url, model=engine.model, **info)
         reporter.send(Report(event="ready", endpoint=door.url, model=engine.model, info=info))
-        await _until(stopping, gateway, FreeMemory(lambda: door.num_closed))
+        await _until(
+            stopping, gateway, FreeMemory(lambda: door.num_closed + (http.num_closed if http is not None else 0))
+        )
         reporter.send(Report(event="draining", streams=gateway.num_streams))
         await _drain(gateway, config.server.drain_timeout_ms / 1000)
         return 0

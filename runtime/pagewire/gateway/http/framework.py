@@ -5,6 +5,10 @@ What is overridden is no public part of aiohttp; `tests/http/test_door.py` would
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
@@ -21,7 +25,27 @@ class Request(web.BaseRequest):
 
 
 class Server(web.Server):
-    """Makes `_Handler`s."""
+    """Makes `_Handler`s, and tells of connections that come and go."""
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        *,
+        on_made: Callable[[RequestHandler], None],
+        on_lost: Callable[[RequestHandler], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(handler, **options)
+        self._on_made = on_made
+        self._on_lost = on_lost
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._on_made(handler)
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._on_lost(handler)
 
     def __call__(self) -> RequestHandler:
         return _Handler(self, loop=self._loop, **self._kwargs)

@@ -28,6 +28,7 @@ from pagewire.gateway.http.body import Bodies, Caller
 from pagewire.gateway.http.completions import Completions
 from pagewire.gateway.http.errors import HttpRefusal, error_response
 from pagewire.gateway.http.framework import Request, Server
+from pagewire.gateway.http.idle import IdleConnections
 from pagewire.gateway.http.meters import Meters
 from pagewire.gateway.http.status import Status
 from pagewire.gateway.http.texts import Texts
@@ -35,6 +36,7 @@ from pagewire.gateway.http.tokens import Vocabulary
 from pagewire.gateway.preparation import Preparation
 from pagewire.keys import KeyFile
 from pagewire.text.text_model import TextModel
+from pagewire_transport.tally import Tally
 
 _log: Final = structlog.get_logger()
 
@@ -69,7 +71,7 @@ class HttpServer:
         self._gate = Gate(self.keys, is_local=self.keys is None and not config.allow_no_keys)
         self.meters = Meters()
         vocabulary = Vocabulary(None if text is None else text.byte_table)
-        bodies = Bodies(config)
+        self._bodies = bodies = Bodies(config)
         completions = Completions(gateway, preparation, vocabulary, bodies=bodies, limits=config, meters=self.meters)
         texts = Texts(gateway, preparation, text, bodies)
         status = Status(gateway, self.meters)
@@ -85,8 +87,12 @@ class HttpServer:
             "/openapi.json": ("GET", status.openapi),
         }
         self._model = status.model
-        self._busy: set[RequestHandler] = set()
-        self._idle_since: dict[RequestHandler, float] = {}
+        self._idle: IdleConnections[RequestHandler] = IdleConnections(
+            config.max_idle_connections, config.header_timeout_ms / 1000
+        )
+        self._of_key = Tally()
+        self.num_closed = 0
+        """Connections that came and went since the start."""
         self._server: web.Server | None = None
         self._runner: web.ServerRunner | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -101,6 +107,8 @@ class HttpServer:
         config = self._config
         self._server = Server(
             self._handle,
+            on_made=self._on_made,
+            on_lost=self._on_lost,
             request_factory=self._request,
             handler_cancellation=True,
             keepalive_timeout=config.header_timeout_ms / 1000,
@@ -144,14 +152,13 @@ class HttpServer:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request, whatever it is."""
         self.meters.num_open += 1
-        self._idle_since.pop(request.protocol, None)
-        self._busy.add(request.protocol)
+        self._idle.asks(request.protocol)
         try:
             response = await self._answer(request)
         finally:
             self.meters.num_open -= 1
-            self._busy.discard(request.protocol)
-            self._idle_since[request.protocol] = asyncio.get_running_loop().time()
+            if request.transport is not None:
+                self._idle.rests(request.protocol, asyncio.get_running_loop().time())
         self.meters.responses[response.status] = self.meters.responses.get(response.status, 0) + 1
         return response
 
@@ -159,8 +166,16 @@ class HttpServer:
         try:
             caller = self._gate.caller(request)
             endpoint = self._endpoint(request)
-            self._check_load(request)
-            return await endpoint(request, caller)
+            if (
+                request.method != "POST"
+            ):  # what only looks is answered under any load, or probes would restart a busy server
+                return await endpoint(request, caller)
+            self._check_load(caller)
+            self._of_key.add(caller.namespace)
+            try:
+                return await endpoint(request, caller)
+            finally:
+                self._of_key.remove(caller.namespace)
         except (PagewireError, HttpRefusal) as error:
             return error_response(error)
         except ConnectionError:
@@ -169,10 +184,19 @@ class HttpServer:
             _log.error("http_fault", path=request.path[:100], exc_info=error)
             return error_response(InternalError(f"{type(error).__name__} while answering"))
 
-    def _check_load(self, request: web.BaseRequest) -> None:
-        """What only looks is answered under any load: probes that are refused would have a busy server restarted."""
-        if request.method == "POST" and self.meters.num_open > self._config.max_requests:
-            raise Overloaded(f"{self._config.max_requests} requests are being answered", retry_after_ms=_RETRY_AFTER_MS)
+    def _check_load(self, caller: Caller) -> None:
+        """Requests whose bodies are still to come have a limit of their own (`Bodies`): they hold up nobody.
+
+        Raises:
+            Overloaded: too many are being answered, in all or of this key.
+        """
+        config = self._config
+        if self.meters.num_open - self._bodies.num_reading > config.max_requests:
+            raise Overloaded(f"{config.max_requests} requests are being answered", retry_after_ms=_RETRY_AFTER_MS)
+        if caller.namespace and self._of_key.of(caller.namespace) >= config.max_requests_per_key:
+            raise Overloaded(
+                f"{config.max_requests_per_key} requests of this key are being answered", retry_after_ms=_RETRY_AFTER_MS
+            )
 
     def _endpoint(self, request: web.BaseRequest) -> _Endpoint:
         path = request.path
@@ -187,23 +211,20 @@ class HttpServer:
 
     async def _look_after_connections(self) -> None:
         """Close connections that have asked nothing for too long, their headers half sent or not begun (F50)."""
-        assert self._server is not None
         loop = asyncio.get_running_loop()
-        patience = self._config.header_timeout_ms / 1000
         while True:
-            await asyncio.sleep(min(_LOOK_S, patience / 2))
-            now, alive = loop.time(), set(self._server.connections)
-            over = len(alive - self._busy) - self._config.max_idle_connections
-            for connection in [one for one in self._idle_since if one not in alive]:
-                del self._idle_since[connection]
-            for connection in alive:
-                if connection in self._busy:
-                    continue
-                since = self._idle_since.setdefault(connection, now)
-                if now - since > patience or over > 0:
-                    over -= 1
-                    _cut(connection)
-                    self._idle_since.pop(connection, None)
+            await asyncio.sleep(min(_LOOK_S, self._config.header_timeout_ms / 2000))
+            for connection in self._idle.overdue(loop.time()):
+                _cut(connection)
+
+    def _on_made(self, connection: RequestHandler) -> None:
+        self._idle.made(connection, asyncio.get_running_loop().time())
+        for other in self._idle.too_many():
+            _cut(other)
+
+    def _on_lost(self, connection: RequestHandler) -> None:
+        self._idle.gone(connection)
+        self.num_closed += 1
 
     async def _measure_lag(self) -> None:
         loop = asyncio.get_running_loop()
