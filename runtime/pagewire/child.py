@@ -30,11 +30,12 @@ from typing import Final, Literal
 import msgspec
 
 from pagewire.config import Config
-from pagewire.errors import PagewireError
+from pagewire.errors import ConfigError, PagewireError
 
 _PR_SET_PDEATHSIG: Final = 1
 _LARGEST_CONFIG: Final = 1 << 20
 _WRITE_MS: Final = 1000
+_FEWEST_FILES: Final = 64
 _LONGEST_STALL: Final = 500
 
 
@@ -170,10 +171,19 @@ def explain_crashes() -> None:
 
 
 def allow_many_files() -> None:
-    """As many open files as the system lets this user have: each connection is one, and the usual first limit is 1,024."""
+    """As many open files as the system lets this user have: each connection is one, and the usual first limit is 1,024.
+
+    Raises:
+        ConfigError: they are too few to begin with.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # some systems name a limit that they do not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < _FEWEST_FILES:
+        raise ConfigError(
+            f"the system lets a process open {allowed} files only (`ulimit -n`); a server needs {_FEWEST_FILES} at least"
+        )
 
 
 def _watch(report_fd: int) -> None:

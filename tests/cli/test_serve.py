@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -18,6 +19,7 @@ import pytest
 
 import pagewire_client
 from pagewire.cli.model_path import demo_model
+from pagewire.cli.serve import _announce as announce
 from pagewire.errors import Draining, PagewireError
 
 MODEL = demo_model()
@@ -199,3 +201,12 @@ async def test_an_address_that_others_reach_is_2(temporary):
 async def test_keys_without_http_are_2(temporary):
     said = await _refused(temporary, *_tiny(temporary), "--api-key-file", str(temporary / "keys.jsonl"))
     assert "give --http HOST:PORT as well" in said
+
+
+@pytest.mark.parametrize(
+    ("asks", "wanted"), [(False, 'blue?"\n'), (True, 'blue?" --server-key PUBLIC --key-file FILE\n')]
+)
+def test_the_command_that_is_proposed_is_one_that_is_let_in(capsys, asks, wanted):
+    server = SimpleNamespace(model="m", url="tcp://127.0.0.1:5570", http_url="")
+    announce(server, asks_for_keys=asks)
+    assert wanted in capsys.readouterr().out

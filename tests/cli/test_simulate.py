@@ -77,6 +77,7 @@ def test_plan_reads_a_config_without_weights(tmp_path, capsys):
         (["simulate", "--closed", "1", "--model", "/nowhere"], "does not exist"),
         (["simulate", "--trace", "/nowhere.csv"], "cannot read"),
         (["plan", "--context", "100", "--output", "100"], "100 generated tokens"),
+        (["plan", "--model", "9b"], "no shape known by name: 8b"),
         (["plan", "--context", "100000"], "exceed"),
         (["plan", "--context", "40000", "--kv-tokens", "30000"], "hold no"),
     ],

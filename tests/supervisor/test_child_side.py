@@ -82,3 +82,22 @@ def test_a_part_may_open_as_many_files_as_the_system_lets_it():
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["engine", "gateway"])
+def test_a_system_that_allows_too_few_files_is_told_of(module):
+    """Before a socket is made, whose own error would be a traceback."""
+    report_out, report_in = os.pipe()
+    config_out, config_in = os.pipe()
+    os.close(config_in)
+    command = [sys.executable, "-m", f"pagewire.{module}.main", "--config-fd", str(config_out)]
+    command += ["--report-fd", str(report_in), *(["--engine", "ipc:///nowhere"] if module == "gateway" else [])]
+    with os.fdopen(report_out, "rb") as reports:
+        done = subprocess.run(
+            ["sh", "-c", 'ulimit -n 40 && exec "$@"', "sh", *command], pass_fds=(report_in, config_out), check=False
+        )
+        os.close(report_in)
+        os.close(config_out)
+        report = decode_report(reports.readline())
+    assert (done.returncode, report.event, report.code) == (2, "failed", "config")
+    assert report.message.startswith("the system lets a process open 40 files only")

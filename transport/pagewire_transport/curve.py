@@ -63,7 +63,7 @@ def checked_key(text: str, what: str) -> str:
         ConfigError: it is none.
     """
     if not _KEY.fullmatch(text):
-        raise ConfigError(f"{what} must be a key of CURVE: 40 characters of Z85", field=what)
+        raise ConfigError("must be a key of CURVE: 40 characters of Z85", field=what)
     return text
 
 

@@ -80,7 +80,7 @@ async def _serve(config: Config) -> int:
 
             def announce(server: Server) -> None:
                 end_of_loading()
-                _announce(server)
+                _announce(server, asks_for_keys=bool(config.server.curve_key_file))
 
             await serve(server, stop=stop, announce=announce)
     except asyncio.CancelledError:
@@ -89,11 +89,12 @@ async def _serve(config: Config) -> int:
     return received[0] if received else signal.SIGTERM  # the owner asked at the admin socket
 
 
-def _announce(server: Server) -> None:
+def _announce(server: Server, *, asks_for_keys: bool) -> None:
     print(f"{server.model} is served at {server.url}")
     if server.http_url:
         print(f"OpenAI-compatible HTTP at {server.http_url}/v1")
-    print('Try, in another terminal:  pagewire chat "Why is the sky blue?"')
+    keys = " --server-key PUBLIC --key-file FILE" if asks_for_keys else ""
+    print(f'Try, in another terminal:  pagewire chat "Why is the sky blue?"{keys}')
     print("Stop with Ctrl-C.", flush=True)
 
 

@@ -11,6 +11,7 @@ from pagewire.cli.flags import config_from
 from pagewire.cli.model_check import check_model
 from pagewire.cli.model_path import model_path
 from pagewire.cli.simulation_flags import DEFAULT_ROWS, DEFAULT_STEP_TOKENS
+from pagewire.errors import ModelError
 from pagewire.models.config import DecoderConfig
 from pagewire.simulator.card import CARDS, MODELS, ModelShape
 from pagewire.simulator.deployment import Deployment
@@ -52,6 +53,8 @@ def model_shape(named: str) -> ModelShape:
     """
     if named in MODELS:
         return MODELS[named]
+    if named.isalnum() and not Path(named).exists():
+        raise ModelError(f"{named} is no file or folder here, and no shape known by name: {', '.join(MODELS)}")
     path = model_path(named)
     has_config = path.is_dir() and (path / "config.json").exists()
     return _shape(check_model(path, "dummy" if has_config or path.name == "config.json" else "auto"), path)

@@ -27,13 +27,13 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     leave_with_parent(given.report_fd)
     explain_crashes()
-    allow_many_files()
     spin_briefly()
     # Until the loop takes signals over, they end the process at once: there is nothing to drain yet, and Python's own
     # handler would wait for the C code that loads weights.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     reporter = Reporter(given.report_fd)
     try:
+        allow_many_files()
         config = read_config(given.config_fd)
         log.configure("engine", level=config.server.log_level)
         if given.bind:

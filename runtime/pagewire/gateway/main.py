@@ -27,11 +27,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     leave_with_parent(given.report_fd)
     explain_crashes()
-    allow_many_files()
     # Until the loop takes signals over there is nothing to drain: they end the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     reporter = Reporter(given.report_fd)
     try:
+        allow_many_files()
         config = read_config(given.config_fd)
         log.configure("gateway", level=config.server.log_level)
         reporter.loading("import")
