@@ -32,6 +32,9 @@ BATCH: Final = 64
 SEND_HWM: Final = 128
 """Frames that libzmq holds for one peer beyond what the kernel takes. A tokens frame has a few KiB."""
 RECEIVE_HWM: Final = 32
+SEND_BUFFER: Final = 256 * 2**10
+"""Bytes that the kernel is asked to hold for one peer of a server. Left to itself it holds 2.6 MB over the loopback: a peer that
+reads nothing would be noticed ten thousands of tokens late, and a thousand of them would take gigabytes (F18)."""
 
 LOOK_EVERY_S: Final = 1e-3
 """Between two looks at the socket that only a send gave reason for."""
@@ -201,6 +204,7 @@ class ServerSocket(LoopSocket):
         self._on_frame = on_frame
         self._on_change = on_change
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDBUF, SEND_BUFFER)
         # A peer that restarts under an identity of its own choice takes it over; its `hello` starts it anew (F12).
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, handshake_ms)

@@ -8,6 +8,7 @@ task is woken for a token. Writing through the framework's coroutine was measure
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +18,8 @@ from pagewire_transport.messages import FromServer
 
 _HIGH_WATER: Final = 65_536
 """Bytes that the kernel has not taken; beyond it nothing is made for this reader."""
+_SEND_BUFFER: Final = 256 * 2**10
+"""Bytes that the kernel is asked to hold; see `pagewire_transport.sockets.SEND_BUFFER`."""
 _LOOK_S: Final = 0.005
 _SELDOM_S: Final = 0.05
 """How often a blocked connection is looked at: twice as seldom after each look at which nothing had moved, so that a quick
@@ -77,6 +80,9 @@ class HttpConnection:
 
     def begin(self, response: web.StreamResponse) -> None:
         """The response's head was sent; its body follows through `write`."""
+        peer = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if peer is not None:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._is_chunked = response.chunked
         self._is_streaming = True
 
