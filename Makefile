@@ -42,9 +42,11 @@ format: $(INSTALL) ## let the formatter and the safe fixes loose
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(INSTALL) $(MODEL) ## the long tests: random load for SOAK_SECONDS (an hour), every process killed in every phase, a million requests
+soak: $(INSTALL) $(MODEL) ## the long tests: random load for SOAK_SECONDS (an hour), every process killed in every phase, ten thousand connections that come and go, floods of them, a million requests
 	$(BIN)/python tests/chaos/soak.py --seconds $(SOAK_SECONDS)
 	$(BIN)/python tests/chaos/kill_everything.py
+	$(BIN)/python tests/chaos/churn.py
+	$(BIN)/python tests/chaos/flood.py
 	$(BIN)/python -m pytest -q -m soak --timeout 3600 $(PYTEST_ARGS)
 
 fuzz: $(INSTALL) $(MODEL) ## FUZZ_FRAMES (a million) mutated frames against the doors of a whole server

@@ -158,8 +158,8 @@ class Watch:
             await asyncio.sleep(0.05)
 
 
-async def flood(server: Served, door: Door, kind: str, num: int) -> dict[str, object]:
-    """One of them; figures, with what was wrong."""
+async def flood(server: Served, door: Door, kind: str, num: int, hold_s: float = HOLD_S) -> dict[str, object]:
+    """One of them, held for `hold_s` when all are open; figures, with what was wrong."""
     seen, stop = Seen(), asyncio.Event()
     pids = sorted(child.pid for child in server.family())
     running = people(door, seen, stop)
@@ -170,7 +170,7 @@ async def flood(server: Served, door: Door, kind: str, num: int) -> dict[str, ob
     keys = [f"--{name.replace('_', '-')}={value}" for name, value in door.flooder.items()]
     thrower = await asyncio.create_subprocess_exec(
         sys.executable, str(Path(__file__).with_name("flood_peers.py")), "--door", door.name, "--kind", kind,
-        "--address", door.address, "--num", str(num), "--hold", str(HOLD_S), *keys,
+        "--address", door.address, "--num", str(num), "--hold", str(hold_s), *keys,
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     told, _ = await thrower.communicate()
@@ -199,7 +199,7 @@ async def flood(server: Served, door: Door, kind: str, num: int) -> dict[str, ob
     }  # fmt: skip
 
 
-async def at_door(name: str, kinds: list[str], num: int) -> list[dict[str, object]]:
+async def at_door(name: str, kinds: list[str], num: int, hold_s: float = HOLD_S) -> list[dict[str, object]]:
     """All kinds at one door of a fresh server."""
     out = []
     with temporary_folder() as folder:
@@ -230,7 +230,7 @@ async def at_door(name: str, kinds: list[str], num: int) -> list[dict[str, objec
                 url = line.split("http=")[1].split()[0].rstrip("/")
             door = Door(name, url, options, flooder)
             for kind in kinds:
-                figures = await flood(server, door, kind, num if kind != KEYED else min(num, 2000))
+                figures = await flood(server, door, kind, num if kind != KEYED else min(num, 2000), hold_s)
                 print(json.dumps(figures), flush=True)
                 out.append(figures)
             assert await server.stop() == 0
