@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from pagewire.cache.block_pool import BlockPool
+from pagewire.cache.eviction_order import EvictionOrder
+from pagewire.cache.radix_node import RadixNode
 from pagewire.cache.radix_tree import RadixTree
 from pagewire.errors import InternalError
 from pagewire.request.request import Namespace
@@ -459,6 +461,47 @@ def test_least_recently_used_leaves_go_first(cache):
     assert gone == ["abB", "abC", "abA", "ab", "a"]
 
 
+def test_what_was_found_again_is_kept_longer(cache):
+    cache.run(tokens_of("ab"))
+    cache.run(tokens_of("ab", "x")[: 2 * BLOCK + 1])  # finds it
+    cache.run(tokens_of("q"))
+    cache.run(tokens_of("r"))
+    gone = []
+    for _ in range(4):
+        before = {text for text in ("ab", "a", "q", "r") if cache.hits(tokens_of(text)) == len(text)}
+        cache.tree.evict(1)
+        cache.check()
+        gone += sorted(text for text in before if cache.hits(tokens_of(text)) < len(text))
+    assert gone == ["q", "r", "ab", "a"]
+
+
+@pytest.mark.parametrize(("num_blocks", "first"), [(16, "once"), (17, "found")])
+def test_but_only_by_a_quarter_of_the_pool(num_blocks, first):
+    order = EvictionOrder(64)
+    nodes = {name: RadixNode(None, bytearray(), np.arange(1), 0) for name in ("found", "once")}
+    nodes["found"].is_found = True
+    order.append(nodes["found"])
+    order.pass_blocks(num_blocks)
+    order.append(nodes["once"])
+    assert order.oldest is nodes[first]
+    assert next(iter(order)) is nodes[first]
+    order.remove(nodes[first])
+    (left,) = order
+    order.remove(left)
+    assert order.oldest is None
+
+
+def test_a_fork_has_found_nothing(cache):
+    lease, blocks = cache.start(tokens_of("ab"))
+    cache.tree.publish(lease, tokens_of("ab"), blocks)
+    (other,) = cache.tree.fork(lease, blocks, 1)
+    assert not lease.node.is_found
+    for one in (lease, other):
+        cache.tree.release(one, blocks)
+    cache.run(tokens_of("abc"))
+    assert lease.node.is_found
+
+
 def test_the_unused_rest_of_a_split_run_stays_as_cold_as_it_was(cache):
     cache.run(tokens_of("abcd"))
     cache.run(tokens_of("q"))
@@ -599,6 +642,7 @@ def damage_order(tree, node):
 
 
 def damage_order_of_leaves(tree, node):
+    node.is_found = node.parent.is_found
     tree._order.touch(node)
 
 

@@ -22,10 +22,12 @@ class RadixNode:
         blocks: int32 [num_blocks], never written to in place.
         children: by the bytes of their first block's tokens.
         num_users: leases that hold the run; equal to the pool's `ref` of each of its blocks.
+        is_found: a prompt that came later had it; then so had all above it. Changed only while it is not linked.
+        stamp: when it was linked, as the eviction order counts.
         older, newer: neighbours in the eviction order while `num_users` is 0, else None.
     """
 
-    __slots__ = ("blocks", "children", "edge", "newer", "num_users", "older", "parent")
+    __slots__ = ("blocks", "children", "edge", "is_found", "newer", "num_users", "older", "parent", "stamp")
 
     def __init__(self, parent: RadixNode | None, edge: bytearray, blocks: Int32Array, num_users: int) -> None:
         self.parent = parent
@@ -33,6 +35,8 @@ class RadixNode:
         self.blocks = blocks
         self.children: dict[bytes, RadixNode] = {}
         self.num_users = num_users
+        self.is_found = False
+        self.stamp = 0
         self.older: RadixNode | None = None
         self.newer: RadixNode | None = None
 
@@ -68,6 +72,7 @@ class RadixNode:
         """
         assert self.parent is not None
         upper = RadixNode(self.parent, self.edge[: k * block_bytes], self.blocks[:k], self.num_users)
+        upper.is_found = self.is_found
         self.parent.children[bytes(self.edge[:block_bytes])] = upper
         del self.edge[: k * block_bytes]
         self.blocks = self.blocks[k:]

@@ -31,7 +31,8 @@ class RadixTree:
     of the tree before the pool may hand them on (F29).
 
     Who holds what: a lease holds a path from the root, so along a path the number of holders never grows. Blocks without
-    any are cached; they leave from the least recently used end, the deepest first, a long leaf from its tail on. Hence
+    any are cached; they leave from the least recently used end, the deepest first, a long leaf from its tail on; those that
+    were found again are kept a little longer (see `EvictionOrder`). Hence
     every cached block can be evicted, and `pool.num_free + pool.num_cached` is what can be had.
 
     Cost, for p nodes on a path and b blocks: `match` O(p + b) by memory comparison, `acquire`, `release`, `publish`
@@ -57,7 +58,7 @@ class RadixTree:
         self.num_evicted_blocks = 0
         self._block_bytes = block_size * _TOKEN.itemsize
         self._roots: dict[Namespace, RadixRoot] = {}
-        self._order = EvictionOrder()
+        self._order = EvictionOrder(pool.num_blocks)
 
     # ---- find and hold -----------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class RadixTree:
         if node is root:
             root.num_users += 1
             return Lease(root, root, 0), _NO_BLOCKS
-        return Lease(root, node, match.num_blocks), self._hold_path(node)
+        return Lease(root, node, match.num_blocks), self._hold_path(node, is_found=True)
 
     def fork(self, lease: Lease, blocks: Int32Array, n: int) -> list[Lease]:
         """`n` more leases on all that `lease` holds, and `n` more holders of the rest of `blocks`, its full blocks.
@@ -251,8 +252,8 @@ class RadixTree:
                 break
         return node, within, at // block_bytes
 
-    def _hold_path(self, node: RadixNode) -> Int32Array:
-        """One more user for `node` and all above it; their blocks in order."""
+    def _hold_path(self, node: RadixNode, *, is_found: bool = False) -> Int32Array:
+        """One more user for `node` and all above it, which a prompt found or a fork shares; their blocks in order."""
         shared: list[Int32Array] = []
         revived: list[Int32Array] = []
         above: RadixNode | None = node
@@ -262,6 +263,7 @@ class RadixTree:
             else:
                 self._order.remove(above)
                 revived.append(above.blocks)
+            above.is_found |= is_found
             above.num_users += 1
             above = above.parent
         blocks = np.concatenate((revived + shared)[::-1])
@@ -313,6 +315,7 @@ class RadixTree:
         for lease in leases:
             lease.node = node
             lease.num_blocks += n
+        self._order.pass_blocks(n)
         self.version += 1
         return n
 
@@ -330,6 +333,7 @@ class RadixTree:
             edge = key[matched * self._block_bytes : (matched + n) * self._block_bytes]
             leaf = node.attach(edge, blocks[first : first + n].copy(), 0, self._block_bytes)
             self.pool.retire(leaf.blocks)
+            self._order.pass_blocks(n)
             self._order.append(leaf)
             self.version += 1
         while node is not top:
@@ -387,6 +391,7 @@ class RadixTree:
                 assert node.num_blocks > 0
                 assert len(node.edge) == node.num_blocks * self._block_bytes
                 assert node.num_users <= parent.num_users, "a path is held from the root"
+                assert parent is root or parent.is_found or not node.is_found, "who finds a node has found all above it"
                 refs = self.pool.ref[node.blocks]
                 assert (refs == node.num_users).all(), f"{node.num_users} leases, holders {refs}"
                 assert (node.num_users == 0) == (id(node) in place)
