@@ -86,6 +86,14 @@ class Admission:
         """Somebody could be placed without taking a row from anybody."""
         return self._batch.num_free_rows > self._departures.num_reserved_rows
 
+    def is_closed(self) -> bool:
+        """Whoever is first, nobody who waits can be placed: there is no row, nor one that could be taken from somebody."""
+        batch, waiting = self._batch, self._waiting
+        if self.has_row or batch.num_paused or not waiting:
+            return False
+        self._promises.is_blocked = min(batch.num_by_priority, default=waiting.top_priority) >= waiting.top_priority
+        return self._promises.is_blocked
+
     def most_urgent(self, now_ns: int) -> Sequence | None:
         """The first of the queue, where something is promised: first who can still be in time."""
         while (sequence := self._waiting.peek()) is not None:

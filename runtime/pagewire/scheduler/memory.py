@@ -34,10 +34,10 @@ class KvMemory:
 
     def try_take(self, n: int) -> Int32Array | None:
         """`n` blocks, each with one reference; None, and nothing taken, where there are not so many."""
-        if n > self.num_available:
-            return None
-        if n > self.pool.num_free:
-            self.tree.evict(n - self.pool.num_free)
+        blocks = self.pool.try_take(n)
+        if blocks is not None or n > self.num_available:
+            return blocks
+        self.tree.evict(n - self.pool.num_free)
         return self.pool.take(n)
 
     def match(self, sequence: Sequence, token_ids: TokenArray) -> Match:

@@ -77,7 +77,6 @@ class _Planned:
     step: int
     work: StepWork
     planned_ns: int
-    predicted_ns: float
 
 
 class Pacer:
@@ -145,8 +144,7 @@ class Pacer:
     def planned(self, step: int, now_ns: int) -> None:
         """`step`, for which the last budget was, is planned."""
         assert self._budget is not None
-        work = self._budget.work
-        self._in_flight.append(_Planned(step, work, now_ns, self.model.predict(work)))
+        self._in_flight.append(_Planned(step, self._budget.work, now_ns))
 
     def applied(self, step: int, now_ns: int) -> None:
         """`step` is done. Nothing happens for one that was planned before anything was promised."""
@@ -164,7 +162,7 @@ class Pacer:
         """Until the planned steps are done."""
         if not self._in_flight:
             return 0.0
-        total = sum(planned.predicted_ns for planned in self._in_flight)
+        total = sum(self.model.predict(planned.work) for planned in self._in_flight)
         return max(0.0, total - (now_ns - max(self._applied_ns, self._in_flight[0].planned_ns)))
 
     def num_left(self, sequence: Sequence) -> int:

@@ -60,6 +60,9 @@ class Prefill:
 
     def plan_by_due(self, step: int, budget: TokenBudget, now_ns: int) -> None:
         """Chunks for who is due first, in prefill or waiting, within the budget."""
+        if not self._departures.prefilling and self._admission.is_closed():
+            self._admission.most_urgent(now_ns)  # who is late lets others go first while they wait, too
+            return
         begun = sorted((s for s in self._departures.prefilling if not s.is_leaving), key=_urgency, reverse=True)
         num_placed = 0
         # The queue: its first cannot be admitted now, and nobody goes past it. Who could take a row from somebody who was

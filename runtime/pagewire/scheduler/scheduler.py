@@ -248,7 +248,7 @@ class Scheduler:
         crossing = (starts & (batch.block_size - 1) == 0).nonzero()[0]
         if crossing.size == 0:
             return rows, starts
-        growing = rows[crossing]
+        growing = rows.take(crossing)
         blocks = self.memory.try_take(growing.size)
         if blocks is not None:
             self._grow(growing, blocks)
@@ -273,7 +273,7 @@ class Scheduler:
         batch.headroom = int(left.min()) if left.size else NO_LIMIT
 
     def _grow(self, rows: RowIndex, blocks: Int32Array) -> None:
-        cols = self.batch.num_blocks[rows]
+        cols = self.batch.num_blocks.take(rows)
         self.batch.table[rows, cols] = blocks
         self.batch.num_blocks[rows] = cols + 1
         self._drafts.current.grow_blocks(rows.astype(np.int32), cols, blocks)

@@ -71,6 +71,8 @@ class WaitingQueue:
         self._by_place: list[_Client | None] = []
         self._first: Sequence | None = None
         self._is_stale = False
+        self.top_priority = 0
+        """No sequence here has a higher one. Found anew when the queue was empty."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -90,8 +92,10 @@ class WaitingQueue:
         client = self._clients.get(sequence.share)
         if client is None:
             client = self._enter(sequence.share)
+        priority = sequence.request.priority
+        self.top_priority = max(self.top_priority, priority) if self._members else priority
         self._members[sequence.order] = client.members[sequence.order] = sequence
-        heapq.heappush(client.heap, (sequence.due_ns, -sequence.request.priority, sequence.order))
+        heapq.heappush(client.heap, (sequence.due_ns, -priority, sequence.order))
         if sequence.due_ns:
             self._note(sequence)
         self._refresh(client)
@@ -241,6 +245,7 @@ class WaitingQueue:
             assert first.due_ns == self._due[client.place] == min(s.due_ns for s in client.members.values())
             assert client.due == first.due_ns
             assert client.served == self._lead[client.place] == self._served[name]
+        assert all(s.request.priority <= self.top_priority for s in self._members.values())
         promised = [s for s in self._members.values() if s.due_ns]
         assert np.count_nonzero(self._slot_due != _NEVER) == len(promised)
         assert all(self._slot_due[s.slot] == s.due_ns for s in promised)
