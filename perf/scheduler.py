@@ -11,13 +11,14 @@ The full policy: 512 sequences run, 512 wait, from 16 clients, all promised some
 learns, and one request comes and one goes every ten steps. There, CPU time of the thread counts.
 
     python perf/scheduler.py [--steps 3000] [--json]
-    python perf/scheduler.py --million [--json]      a million steps of that; the longest, with and without collections
+    python perf/scheduler.py --million [N] [--json]  a million steps of that: the longest, beside the probe's longest
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import resource
 import time
 
 import numpy as np
@@ -77,6 +78,7 @@ class Stub:
         self.clock = time.thread_time_ns if waiting else time.perf_counter_ns
         self.rows = rows
         self.num_ended = 0
+        self.plan_ns = 0
         self.tokens = rng.integers(10, 1000, 4096, np.int32)
         self.now = 0
         self.serial = 0
@@ -121,6 +123,7 @@ class Stub:
         t0 = clock()
         plan = self.pipeline.plan(self.now)
         t1 = clock()
+        self.plan_ns = t1 - t0
         if plan is not None:
             self.pending.append(plan)
         if len(self.pending) < 2 and plan is not None:
@@ -171,10 +174,43 @@ def report_steps(report: Report, steps: int) -> None:
         report.add(case, "ended", ended, "sequences")
 
 
-def report_million(report: Report) -> None:
-    """A million steps of the full policy, the collector as the engine sets it: the longest, and what the collector did."""
-    stub = Stub(512, np.random.default_rng(1), aligned=False, waiting=512)
-    pauses, begun = [], 0
+class Longest:
+    """What else happened in the longest step: of the thread, of the collector, and whether the machine was somewhere else."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+        self.found: dict[str, float] = {}
+        self.num_collections = 0
+        self._before = self._now()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._before = self._now()
+
+    def end(self, ns: int, plan_ns: int) -> None:
+        """It took so long."""
+        if ns <= self.ns:
+            return
+        now = self._now()
+        self.ns = ns
+        self.found = {"plan": plan_ns / 1e3}
+        for name, a, b in zip(("page_faults", "switches", "collections"), self._before, now, strict=True):
+            self.found[name] = b - a
+
+    def _now(self) -> tuple[int, int, int]:
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+        return usage.ru_minflt + usage.ru_majflt, usage.ru_nivcsw + usage.ru_nvcsw, self.num_collections
+
+
+def report_million(report: Report, num_steps: int) -> None:
+    """Many steps of the full policy, the collector as the engine sets it, in turns with the probe.
+
+    The probe neither allocates nor decides: what makes its longest step long is the machine, and hits ours likewise.
+    """
+    rng = np.random.default_rng(1)
+    stub, probe = Stub(512, rng, aligned=False, waiting=512), Probe(512, rng, aligned=False)
+    tokens = rng.integers(10, 1000, 512, np.int32)
+    pauses, begun, longest = [], 0, Longest()
 
     def note(phase: str, _info: dict[str, int]) -> None:
         nonlocal begun
@@ -182,21 +218,32 @@ def report_million(report: Report) -> None:
             begun = time.thread_time_ns()
         else:
             pauses.append(time.thread_time_ns() - begun)
+            longest.num_collections += 1
 
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     gc.callbacks.append(note)
-    times = np.empty(MILLION, np.int64)
-    for i in range(MILLION):
+    ours, theirs = np.empty(num_steps, np.int64), np.empty(num_steps, np.int64)
+    for i in range(num_steps):
+        begins = stub.clock()
+        probe.step(tokens, 2)
+        theirs[i] = stub.clock() - begins
+        if probe.length.max() > MAX_LEN - BLOCK - 2:
+            probe.length[:], probe.num_blocks[:], probe.num_free = PROMPT, PROMPT // BLOCK, probe.free.size
         if i % 10 == 0:
             stub.churn(aligned=False)
-        times[i] = stub.step()
+        longest.begin()
+        ours[i] = stub.step()
+        longest.end(int(ours[i]), stub.plan_ns)
     gc.callbacks.remove(note)
     stub.pipeline.check_invariants()
-    case = "a million steps, 512 running + 512 waiting"
+    case = f"{num_steps:,} steps, 512 running + 512 waiting"
     for name, q in (("p50", 50), ("p99", 99), ("p99.99", 99.99), ("max", 100)):
-        report.add(case, f"plan_apply_{name}", round(float(np.percentile(times, q)) / 1e3, 1), "µs")
+        report.add(case, f"plan_apply_{name}", round(float(np.percentile(ours, q)) / 1e3, 1), "µs")
+        report.add(case, f"probe_{name}", round(float(np.percentile(theirs, q)) / 1e3, 1), "µs")
+    for name, value in longest.found.items():
+        report.add(case, f"longest: {name}", round(value, 1), "µs" if name == "plan" else "")
     report.add(case, "collections", len(pauses), "")
     report.add(case, "collection_max", round(max(pauses, default=0) / 1e3, 1), "µs")
     report.add(case, "ended", stub.num_ended, "sequences")
@@ -226,12 +273,14 @@ def report_admission(report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000, help="measured steps a case")
-    parser.add_argument("--million", action="store_true", help="nothing but a million steps of the full policy")
+    parser.add_argument(
+        "--million", type=int, nargs="?", const=MILLION, help="nothing but so many steps of the full policy"
+    )
     Report.arguments(parser)
     args = parser.parse_args()
     report = Report("scheduler")
     if args.million:
-        report_million(report)
+        report_million(report, args.million)
     else:
         report_steps(report, args.steps)
         report_admission(report)
