@@ -339,6 +339,19 @@ async def test_whoever_comes_back_is_not_cancelled_for_what_was_made_meanwhile()
     assert len(third.of(Done)) == 1
 
 
+async def test_what_a_slow_reader_of_log_probabilities_is_sent_comes_in_small_messages():
+    """So many of them may wait in libzmq: 20 alternatives a token would make 2.7 MB of what is 64 KiB without."""
+    bench = Bench()
+    slow = bench.peer().generate(1, max_tokens=2000, logprobs=20)
+    await bench.step(1)
+    slow.is_deaf = True
+    await bench.step(1500)
+    slow.listen()
+    await bench.settle()
+    assert slow.ids() == (0, tokens(1, 1501))
+    assert max(len(encode(m)) for m in slow.got) < 80_000
+
+
 MOVES = st.lists(
     st.one_of(
         st.tuples(st.just("step"), st.integers(1, 25)),

@@ -29,8 +29,9 @@ from pagewire_transport.codec import encode
 from pagewire_transport.connection import Connection
 from pagewire_transport.door import refusal
 
-_LATE_TOKENS: Final = 16_384
-"""Tokens in a message made from cursors: 64 KiB, so that what libzmq holds for a slow reader stays small."""
+_LATE_VALUES: Final = 16_384
+"""Values (tokens, log-probabilities and their ids) in a message made from cursors: 64 KiB, so that what libzmq holds for a
+slow reader stays small."""
 _ENDS_A_ROUND: Final = 64
 """Ends told to one reader in one round of the loop."""
 _LONGEST_RUN: Final = 65_535
@@ -258,10 +259,11 @@ class Delivery:
             for choice in stream.choices
             if (sent := self._table.sent_of(choice)) < choice.sequence.num_output
         ]
-        most = min(max(1, _LATE_TOKENS // max(1, len(lagging))), _LONGEST_RUN)
+        most = min(max(1, _LATE_VALUES // max(1, len(lagging))), _LONGEST_RUN)
         runs = []
-        for choice, sent in lagging[:_LATE_TOKENS]:
-            until = min(choice.sequence.num_output, sent + most)
+        for choice, sent in lagging[:_LATE_VALUES]:
+            top = choice.stream.request.params.logprobs
+            until = min(choice.sequence.num_output, sent + max(1, most // (1 if top is None else 2 + 2 * top)))
             ids = self._ledger.output(choice.sequence, sent, until)
             kept = choice.kept[sent - choice.kept_from : until - choice.kept_from] if choice.kept else []
             runs.append(LateRun(choice.stream.number, choice.index, sent, ids, kept))
