@@ -35,6 +35,22 @@ async def test_an_engine_keeps_the_protocol(capsys):
         assert server.faults == []
 
 
+async def test_a_slow_server_is_not_a_broken_one(monkeypatch):
+    """A stream may take longer than a server waits for a silent client."""
+    from pagewire_client.wire_check import connection_checks, stream_checks
+
+    name = "a stream is resumed by who has its key"
+    monkeypatch.setattr(connection_checks, "CHECKS", {})
+    monkeypatch.setattr(stream_checks, "CHECKS", {name: stream_checks.CHECKS[name]})
+    async with serve(heartbeat_ms=50, heartbeat_timeout_ms=300) as server:
+        running = asyncio.create_task(server.core.run(0.02))
+        found = await outcomes(server.endpoint, timeout_s=5.0)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        assert found[name].verdict == "ok", found[name].why
+
+
 @pytest.mark.parametrize(
     ("broken", "found_by"),
     [

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -17,6 +17,8 @@ from pagewire_transport.errors import ProtocolError
 from pagewire_transport.messages import Error, FromClient, FromServer, Hello, Ping, Pong, Welcome
 
 _T = TypeVar("_T", bound=FromServer)
+_WHILE_LISTENING: Final = 2**62
+"""Nonce of the pings of who waits; their pongs are nobody's business."""
 
 
 class CheckError(Exception):
@@ -48,6 +50,8 @@ class Peer:
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
         self._timeout_s = timeout_s
         self._nonces = itertools.count(1)
+        self._heartbeat_s = timeout_s
+        self._ping_at = 0.0
         self._socket = ClientSocket(
             url,
             on_frame=self._frames.put_nowait,
@@ -79,14 +83,30 @@ class Peer:
 
     async def try_receive(self, timeout_s: float) -> FromServer | None:
         """The same; None if nothing came."""
-        try:
-            data = await asyncio.wait_for(self._frames.get(), timeout_s)
-        except TimeoutError:
-            return None
-        try:
-            return decode_server(data)
-        except ProtocolError as error:
-            raise CheckError(f"the server sent what is no message: {error} ({data[:40].hex(' ')} …)") from None
+        while True:
+            try:
+                data = await asyncio.wait_for(self._frames.get(), timeout_s)
+            except TimeoutError:
+                return None
+            try:
+                message = decode_server(data)
+            except ProtocolError as error:
+                raise CheckError(f"the server sent what is no message: {error} ({data[:40].hex(' ')} …)") from None
+            if not (isinstance(message, Pong) and message.nonce == _WHILE_LISTENING):
+                return message
+
+    async def listen(self) -> FromServer:
+        """As `receive`, and pings meanwhile: a server that is slow must not take its listener for lost."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._timeout_s
+        while (now := loop.time()) < until:
+            if now >= self._ping_at:
+                self.send(Ping(nonce=_WHILE_LISTENING))
+                self._ping_at = now + self._heartbeat_s
+            message = await self.try_receive(min(until, self._ping_at) - now)
+            if message is not None:
+                return message
+        raise CheckError(f"nothing came within {self._timeout_s:g} s")
 
     async def expect(self, kind: type[_T]) -> _T:
         """The next message, which is of this kind."""
@@ -106,7 +126,10 @@ class Peer:
     async def hello(self) -> Welcome:
         """Say it, and be let in."""
         self.send(Hello(client="pagewire wire-check"))
-        return await self.expect(Welcome)
+        welcome = await self.expect(Welcome)
+        self._heartbeat_s = welcome.heartbeat_ms * 1e-3
+        self._ping_at = asyncio.get_running_loop().time() + self._heartbeat_s
+        return welcome
 
     async def is_alive(self) -> None:
         """The connection is still served, and nothing unexpected is on its way."""

@@ -66,12 +66,12 @@ class Ear:
     async def until_over(self) -> None:
         """Until every stream is done, or ended with an error."""
         while any(heard.done is None and heard.error is None for heard in self.streams.values()):
-            self._hear(await self._peer.receive())
+            self._hear(await self._peer.listen())
 
     async def until_tokens(self, stream: int, num: int) -> None:
         """Until the first choice of a stream has so many."""
         while len(self.streams[stream].ids[0]) < num:
-            self._hear(await self._peer.receive())
+            self._hear(await self._peer.listen())
             if self.streams[stream].done is not None or self.streams[stream].error is not None:
                 raise SkipCheck(f"the stream ended before it had {num} tokens")
 
@@ -221,7 +221,7 @@ async def _number_in_use(bench: Bench) -> None:
     peer.send(_generate(1, max_tokens=1))
     error = None
     while error is None:
-        message = await peer.receive()
+        message = await peer.listen()
         if isinstance(message, Error):
             error = message
         elif not isinstance(message, Tokens):
@@ -238,7 +238,7 @@ async def _hello_again(bench: Bench) -> None:
     peer, ear = await _ask(bench, _generate(1))
     await ear.until_tokens(1, 1)
     peer.send(Hello())
-    while not isinstance(message := await peer.receive(), Welcome):
+    while not isinstance(message := await peer.listen(), Welcome):
         if not isinstance(message, Tokens):
             raise CheckError(f"a `welcome` was due, and there came {message}")
     peer.send(Cancel(stream=1))
