@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from tests.transport.test_door import Recorder
 from pagewire_transport.door import Door
 from pagewire_transport.errors import Overloaded
 from pagewire_transport.handler import DoorLimits
-from pagewire_transport.messages import Error, Hello, Ping, Pong
+from pagewire_transport.messages import Error, Generate, Hello, Ping, Pong
 from pagewire_transport.strangers import Strangers, Wire
 
 SOON_MS = 300
@@ -187,6 +188,29 @@ async def test_thousands_come_and_go_and_nothing_stays():
         assert len(strangers_of(door)) == 0
         assert door.num_closed == 2001
         await until(lambda: process.num_fds() <= before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much came")
+async def test_a_stranger_that_says_much_is_cut_at_once():
+    """A frame of a handshake may be announced as large as two messages, and libzmq keeps what comes of it."""
+    async with opened(hello_timeout_ms=60_000, max_message_bytes=2**24) as (door, _):
+        with Raw(door.url) as talker, Raw(door.url) as brief, RawPeer(door.url) as known:
+            await known.hello()
+            known.send(Generate(stream=1, prompt_ids=b"1234" * 500_000))  # who said hello may
+            for peer, size in ((brief, 100_000), (talker, 2_000_000)):
+                peer.say(ZMTP["half of a large handshake"])
+                sent = 0
+                with contextlib.suppress(OSError):
+                    while sent < size and not peer.is_cut:
+                        with contextlib.suppress(BlockingIOError):
+                            sent += peer.socket.send(b"x" * min(20_000, size - sent))
+                        await asyncio.sleep(0)
+            await until(lambda: talker.is_cut)
+            await asyncio.sleep(0.25)
+            assert not brief.is_cut
+            known.send(Ping(nonce=1))
+            assert await known.read() == Pong(nonce=1)
+        await until(lambda: door._socket._wires._looking is None)
 
 
 async def test_only_the_socket_that_is_meant_is_shut():

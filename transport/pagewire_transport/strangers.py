@@ -4,7 +4,7 @@ libzmq itself accepts as many connections as there are file descriptors, and kee
 one that says nothing, one that was refused, one that was lost for its silence. So the door keeps count:
 
     accepted ──▶ stranger ── hello ──▶ known ── lost ──▶ stranger, anew
-                    │ longer than `timeout_ms`, or one of more than `max_num`: the one that waits longest
+                    │ longer than `timeout_ms`; one of more than `max_num`: the one that waits longest; says too much
                     ▼
                    cut
 
@@ -14,7 +14,7 @@ get in, where a full house would stay full of those who want nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class Wire:
@@ -52,6 +52,9 @@ class Strangers:
 
     def __len__(self) -> int:
         return len(self._strangers)
+
+    def __iter__(self) -> Iterator[Wire]:
+        return iter(self._strangers)
 
     @property
     def num_wires(self) -> int:
@@ -113,6 +116,11 @@ class Strangers:
                 return
             del self._strangers[wire]
             yield wire
+
+    def give_up(self, wires: Iterable[Wire]) -> None:
+        """These are cut for a reason of their own."""
+        for wire in wires:
+            self._strangers.pop(wire, None)
 
     def _wait(self, wire: Wire, now_ns: int) -> None:
         self._strangers.pop(wire, None)

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -26,6 +27,14 @@ from pagewire_transport.strangers import Strangers, Wire
 
 BATCH: Final = 256
 """Events taken in one round of the loop."""
+
+_LOOK_S: Final = 0.1
+"""Between two looks at how much strangers have sent, while there are any."""
+_MUCH: Final = 256 * 2**10
+"""Bytes of a stranger; a handshake and a hello have a few hundred. libzmq would keep what is announced as one frame of its handshake, up to
+twice the largest message, of everybody who can connect."""
+_RECEIVED: Final = struct.Struct("=128xQ")
+"""`tcpi_bytes_received` of Linux's `tcp_info`."""
 
 _EVENTS: Final = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 _ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
@@ -58,6 +67,8 @@ class Wires:
         self._is_open = True
         self._is_more_due = False
         self._here: int | str = ""
+        self._looking: asyncio.TimerHandle | None = None
+        self._talkers: set[Wire] = set()
         self.num_closed = 0
         """Connections that came and went."""
         address = f"inproc://wires-{secrets.token_hex(8)}"
@@ -112,6 +123,21 @@ class Wires:
         too_many = self._strangers.accepted(number, inode, self._now_ns())
         if too_many is not None:
             self._cut(too_many)
+        if self._looking is None and isinstance(self._here, int) and sys.platform == "linux":
+            self._looking = self._loop.call_later(_LOOK_S, self._look_at_sizes)
+
+    def _look_at_sizes(self) -> None:
+        """Cut strangers that say far more than a hello. On a socket file only its owner could.
+
+        At the second look: requests may follow a hello at once, and this loop may have been held up since they came.
+        """
+        self._looking = self._loop.call_later(_LOOK_S, self._look_at_sizes) if len(self._strangers) else None
+        before, self._talkers = self._talkers, {w for w in self._strangers if _num_received(w.number) > _MUCH}
+        known = before & self._talkers
+        self._talkers -= known
+        self._strangers.give_up(known)
+        for wire in known:
+            self._cut(wire)
 
     def cut_overdue(self) -> None:
         """Cut those whose time is over."""
@@ -145,10 +171,27 @@ class Wires:
         """Before the socket is closed. Idempotent."""
         if self._is_open:
             self._is_open = False
+            if self._looking is not None:
+                self._looking.cancel()
             self._loop.remove_reader(self._events.fileno())
             with contextlib.suppress(zmq.ZMQError):
                 self._listening.disable_monitor()
             self._events.close(linger=0)
+
+
+def _num_received(number: int) -> int:
+    """Bytes that came over a TCP connection; 0 if there is none under this number (any more)."""
+    try:
+        one = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=number)
+    except OSError:
+        return 0
+    try:
+        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+        return int(_RECEIVED.unpack(info)[0]) if len(info) == _RECEIVED.size else 0
+    except OSError:
+        return 0
+    finally:
+        one.detach()
 
 
 def _shut(number: int, here: int | str) -> None:
