@@ -2,7 +2,7 @@
 
     python tests/chaos/flood_peers.py --door tcp --kind silent --address tcp://127.0.0.1:5570 --num 10000 --hold 5
 
-Each says the opening of its kind, once, and holds on; those of a dripping kind say one more byte a second. Prints, as JSON,
+Each says the opening of its kind, once, and holds on; those of a dripping kind say a little more each second. Prints, as JSON,
 how many were open, and how many of them the server had closed at the end.
 """
 
@@ -75,7 +75,12 @@ HTTP = {
     "a chunked body that never ends": _POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
     "keep-alive": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
 }
-DRIPS = {"headers byte by byte": b"a", "a body that never ends": b" ", "a chunked body that never ends": b"1\r\n \r\n"}
+DRIPS = {
+    "headers byte by byte": b"a",
+    "a body that never ends": b" ",
+    "a chunked body that never ends": b"1\r\n \r\n",
+    "half of a large handshake": b"x" * 100_000,
+}
 KEYED = "hello and no more, with a key"
 
 KINDS = {

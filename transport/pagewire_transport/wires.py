@@ -30,7 +30,7 @@ BATCH: Final = 256
 
 _LOOK_S: Final = 0.1
 """Between two looks at how much strangers have sent, while there are any."""
-_MUCH: Final = 256 * 2**10
+_MUCH: Final = 64 * 2**10
 """Bytes of a stranger; a handshake and a hello have a few hundred. libzmq would keep what is announced as one frame of its handshake, up to
 twice the largest message, of everybody who can connect."""
 _RECEIVED: Final = struct.Struct("=128xQ")
