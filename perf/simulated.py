@@ -1,6 +1,6 @@
 """Simulated beside real: the loads of a recorded run of `serve.py` or `goodput.py`, in the simulator; and the modelled card's fit.
 
-    python perf/simulated.py [--json] [--runs FILE] [--decode FILE] [--hold-out] [--fit-on FILE FILE] [--fit]
+    python perf/simulated.py [--json] [--runs FILE] [--decode FILE] [--hold-out [LABEL …]] [--fit-on FILE FILE] [--fit]
 
 FILE: what `serve.py --json` printed, or a file in `results/` (which says for each row with which options it was run). Lengths,
 order, arrivals, ramp and window are those of the real run; so are rows, tokens of a step and promises. `error` is simulated ÷
@@ -9,7 +9,8 @@ recorded run of `decode.py`, whose steps are compared, too.
 
 What the card's rates were fitted to, they cannot be checked with. So, from rates of single kernels on (`fit.UNFITTED`):
 
-`--hold-out`           each run is simulated on a card that was fitted to all the others of the file, and to the decode steps;
+`--hold-out`           each run (or those named) is simulated on a card that was fitted to all the others of the file, and to
+                       the decode steps;
 `--fit-on RUNS DECODE` all of `--runs` on a card that was fitted to other files, and whose decode rates were then fitted to the
                        steps of `--decode`: for runs of a later commit, whose kernels are others. Nothing of `--runs` is used.
 
@@ -77,9 +78,11 @@ def compare_steps(report: Report, steps: dict[int, float], rates: CardRates) -> 
         report.add(f"decode {streams}", "step, error", 100 * (decode_ms(card, streams) / ms - 1), "%")
 
 
-def held_out(runs: list[RealRun], steps: dict[int, float]) -> Iterator[tuple[RealRun, Rates]]:
-    """Each run, and rates fitted to all the others."""
+def held_out(runs: list[RealRun], steps: dict[int, float], labels: list[str]) -> Iterator[tuple[RealRun, Rates]]:
+    """Each run, or those of these labels, and rates fitted to all the others."""
     for out in runs:
+        if labels and out.label not in labels:
+            continue
         rates, host, left = fit([run for run in runs if run is not out], steps, (UNFITTED, Host()))
         print(
             f"without {out.label}: root of the mean square {100 * math.sqrt(left):.1f} %", file=sys.stderr, flush=True
@@ -103,7 +106,7 @@ def main() -> None:
         "--runs", type=Path, default=_RESULTS / "2026-11-29-serve-h200.json", help="of serve.py, goodput.py"
     )
     parser.add_argument("--decode", type=Path, default=_RESULTS / "2026-11-29-decode-h200.json", help="of decode.py")
-    parser.add_argument("--hold-out", action="store_true", help="fit to all runs but the one that is compared")
+    parser.add_argument("--hold-out", nargs="*", metavar="LABEL", help="fit to all runs but the one that is compared")
     parser.add_argument("--fit-on", type=Path, nargs=2, metavar=("RUNS", "DECODE"), help="fit to other files")
     parser.add_argument("--fit", action="store_true", help="search rates that come closer")
     given = parser.parse_args()
@@ -114,8 +117,8 @@ def main() -> None:
         return
     report = Report("simulate", as_json=given.json)
     comparison = Comparison(report)
-    if given.hold_out:
-        for run, rates in held_out(runs, steps):
+    if given.hold_out is not None:
+        for run, rates in held_out(runs, steps, given.hold_out):
             comparison.add(run, rates)
         comparison.conclude("against the card, held out")
     else:

@@ -111,3 +111,8 @@ def test_what_is_held_out_is_not_fitted_to(monkeypatch, tmp_path, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["case"] for row in rows} == {*labels, "against the card, held out"}
     assert next(row["value"] for row in rows if row["metric"] == "percentiles") == 10
+
+    fitted_to.clear()
+    monkeypatch.setattr(sys, "argv", ["simulated.py", "--hold-out", labels[1], "--json"])
+    simulated.main()
+    assert fitted_to == [labels[:1]]
