@@ -494,6 +494,47 @@ async def test_a_stream_that_waits_can_be_cancelled_and_cut(bench):
     assert len(bench.gateway._upstream) == 0
 
 
+@pytest.mark.parametrize("code", [None, "engine_lost", "draining"])
+async def test_what_a_client_ended_is_ended_though_the_engine_that_was_told_died(bench, code):
+    """One that hangs takes what it is sent, and does nothing about it."""
+    engine = Engine(bench)
+    for stream in (1, 2):
+        bench.client("a", Generate(stream=stream, prompt_ids=b"abcd", params=SamplingParams(seed=stream)))
+    engine.obey()
+    engine.step(4)
+    bench.client("a", Cancel(stream=1))
+    bench.client("a", Finish(stream=2, at=3))
+    for number in engine.open if code else ():
+        bench.from_engine(Error(code=code, message="that is that", stream=number))
+    engine.lose(dies=True)
+    assert [(m.stream, m.reason, m.num_tokens) for m in bench.of(Finished)] == [(1, "cancelled", 4)]
+    engine.come_back()
+    engine.step(LENGTH)
+    assert [(m.reason, m.num_tokens) for m in bench.of(Finished)[1:]] == [("stop", 3)]
+    assert [(m.stream, m.usage.completion) for m in bench.of(Done)] == [(1, 4), (2, 3)]
+    assert not bench.of(Error)
+    assert not bench.gateway._upstream
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_a_cancel_while_the_next_engine_is_asked_is_not_lost_either(bench, is_full):
+    engine = Engine(bench)
+    bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))
+    engine.obey()
+    engine.step(FAR + 1)
+    engine.lose(dies=True)
+    bench.gateway.engine_ready(WELCOME)
+    asked = bench.to_engine(Resume)[-1]
+    bench.client("a", Cancel(stream=1))
+    answer = Error(code="unknown_stream", message="never heard", stream=asked.stream)
+    if is_full:
+        answer = Error(code="overloaded", message="full", stream=asked.stream, retry_after_ms=10)
+    bench.from_engine(answer)
+    assert [m.reason for m in bench.of(Finished)] == ["cancelled"]
+    assert bench.of(Done)
+    assert len(bench.to_engine(Generate)) == 1
+
+
 async def test_a_pause_goes_to_the_engine_and_ends_with_a_resume(bench):
     engine = Engine(bench)
     bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))

@@ -119,6 +119,8 @@ class Continuity:
             leave(stream)
             if stream.recall is not None:  # its client asks again
                 self._owner.fail(stream, Unavailable("no engine serves now", retry_after_ms=_RETRY_AFTER_MS))
+            elif stream.is_cancelled:  # what the engine was told is lost with it
+                self.end_here(stream)
             elif not _can_ask(stream) and died_under(stream):  # the others will ask whether it died or the link broke
                 self._owner.fail(stream, reason)
             else:
@@ -186,6 +188,9 @@ class Continuity:
             PagewireError: the stream cannot go on there.
         """
         stream.is_resuming = False
+        if stream.is_cancelled:  # this one was told, and does not know it either
+            self.end_here(stream)
+            return
         if stream.asked is None or died_under(stream):
             raise self._reason.with_traceback(None)
         stream.is_homeless = True
@@ -194,8 +199,9 @@ class Continuity:
 
     def _tell_stops(self, stream: GatewayStream) -> None:
         for index, choice in enumerate(stream.choices):
-            if choice.finished is not None:
-                self._upstream.finish(stream, index, choice.received)
+            at = choice.received if choice.finished is not None else choice.asked_end
+            if at is not None:
+                self._upstream.finish(stream, index, at)
 
     def end_here(self, stream: GatewayStream) -> None:
         """End it without the engine's last word: choices that go on are cancelled."""
@@ -347,8 +353,11 @@ class Continuity:
         else:
             return False
         stream.upstream, stream.is_resuming = None, False
-        self.absence.begin()
-        self.absence.add(stream)
+        if stream.is_cancelled:
+            self.end_here(stream)
+        else:
+            self.absence.begin()
+            self.absence.add(stream)
         return True
 
     def close(self) -> None:

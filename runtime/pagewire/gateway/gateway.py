@@ -421,7 +421,10 @@ class Gateway:
             return
         if stream.upstream is None:
             raise InvalidRequest("the stream has no tokens yet", field="at")
-        if not stream.choices or stream.choices[message.choice].finished is None:
+        if not stream.choices:
+            self._upstream.finish(stream, message.choice, message.at)
+        elif stream.choices[message.choice].finished is None:
+            stream.choices[message.choice].asked_end = message.at
             self._upstream.finish(stream, message.choice, message.at)
 
     # ---- from the engine ----------------------------------------------------------------------------------------------

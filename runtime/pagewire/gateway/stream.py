@@ -171,6 +171,7 @@ class Choice:
         received: tokens taken from the engine; those behind a stop string do not count.
         finished: the client's last message about this choice, to be sent after its pending tokens. Once it is set,
             nothing more is taken from the engine for this choice.
+        asked_end: where its client ended it, as the engine was told; another one is told again.
         was_told: `finished` was handed over for sending.
         ids: all tokens that count, sent or pending: for those who resume the stream, and for another engine.
         logprobs: theirs, as if pending; from `logprobs.start` on.
@@ -180,6 +181,7 @@ class Choice:
     received: int = 0
     pending: Pending = field(default_factory=Pending)
     finished: Finished | None = None
+    asked_end: int | None = None
     was_told: bool = False
     ids: array[int] = field(default_factory=lambda: array("I"))
     logprobs: Pending = field(default_factory=Pending)
