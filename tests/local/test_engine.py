@@ -459,3 +459,14 @@ async def test_a_text_that_is_far_too_long_is_refused_before_it_is_read(engine):
     assert caught.value.field == "messages"
     assert (read, engine.bytes.chats) == ([], [])
     await nothing_left(engine)
+
+
+@pytest.mark.parametrize("on_lag", ["coalesce", "pause", "cancel"])
+async def test_nothing_lags_in_one_process(on_lag):
+    async with EchoEngine() as engine:
+        stream = engine.generate([1, 2, 3], max_tokens=3, on_lag=on_lag)
+        await asyncio.sleep(0.05)
+        assert (await stream.result()).usage.completion == 3
+        with pytest.raises(InvalidRequest) as refused:
+            engine.generate([1], on_lag="wait")
+        assert refused.value.field == "on_lag"

@@ -34,7 +34,7 @@ from pagewire_client.arguments import chat_source, prompt_source, sampling_param
 from pagewire_client.state import StreamState
 from pagewire_client.stream import Stream
 from pagewire_transport.codec import convert
-from pagewire_transport.messages import Cancel, Done, Finish, Finished, Generate, Timings, Usage
+from pagewire_transport.messages import Cancel, Done, Finish, Finished, Generate, OnLag, Timings, Usage
 
 _PARAMS = "params."
 
@@ -135,6 +135,7 @@ class Engine:
         priority: int = 0,
         namespace: str = "",
         echo_text: bool = True,
+        on_lag: OnLag = "coalesce",
         **params: Any,
     ) -> Stream:
         """Start a stream.
@@ -144,6 +145,7 @@ class Engine:
             priority: higher runs first.
             namespace: prefix cache entries are shared inside a namespace only.
             echo_text: text comes beside token ids.
+            on_lag: as the client's; in one process no connection lags, so that none of its values changes anything.
             params: fields of `SamplingParams`: max_tokens, temperature, seed, n, stop, logprobs, …; and `ttft_ms`, `itl_ms`,
                 `deadline_ms`: wanted times to the first token, between tokens, and to the end. What cannot be kept is
                 refused at once with `Overloaded`.
@@ -153,7 +155,8 @@ class Engine:
                 raised by the stream.
             EngineFailed: the engine is not running.
         """
-        return self._start(prompt_source(prompt), params, priority=priority, namespace=namespace, echo_text=echo_text)
+        rest = {"priority": priority, "namespace": namespace, "echo_text": echo_text, "on_lag": on_lag}
+        return self._start(prompt_source(prompt), params, **rest)
 
     def chat(
         self,
@@ -162,6 +165,7 @@ class Engine:
         priority: int = 0,
         namespace: str = "",
         echo_text: bool = True,
+        on_lag: OnLag = "coalesce",
         template_kwargs: Mapping[str, str | int | float | bool | None] | None = None,
         **params: Any,
     ) -> Stream:
@@ -172,14 +176,15 @@ class Engine:
             priority: see `generate`.
             namespace: see `generate`.
             echo_text: see `generate`.
+            on_lag: see `generate`.
             template_kwargs: handed to the model's chat template.
             params: see `generate`.
 
         Raises:
             InvalidRequest, EngineFailed: see `generate`.
         """
-        source = chat_source(messages, template_kwargs)
-        return self._start(source, params, priority=priority, namespace=namespace, echo_text=echo_text)
+        rest = {"priority": priority, "namespace": namespace, "echo_text": echo_text, "on_lag": on_lag}
+        return self._start(chat_source(messages, template_kwargs), params, **rest)
 
     async def stats(self) -> dict[str, float]:
         """Counters and gauges; see `docs/metrics.md`."""
