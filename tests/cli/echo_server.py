@@ -9,7 +9,7 @@ import sys
 from array import array
 from pathlib import Path
 
-from pagewire.errors import InvalidRequest
+from pagewire.errors import InvalidRequest, PagewireError
 from pagewire_transport.messages import (
     Accepted,
     Cancel,
@@ -33,6 +33,8 @@ class EchoServer:
         self.asked: list[Generate] = []
         self.cancelled: list[int] = []
         self.delay_s = 0.0
+        self.refusals: list[PagewireError] = []
+        """Of the first requests."""
 
     def welcome(self):
         return Welcome(
@@ -54,6 +56,8 @@ class EchoServer:
 
     def _answer(self, connection, message):
         self.asked.append(message)
+        if self.refusals:
+            raise self.refusals.pop(0)
         if message.prompt_ids is not None:
             text = "ids " * (len(message.prompt_ids) // 4)
         else:

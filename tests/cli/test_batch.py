@@ -17,7 +17,7 @@ from tests.cli.echo_server import environment_of, pagewire
 from pagewire.cli.batch_lines import parse_line
 from pagewire.cli.batch_output import BatchOutput, hash_of
 from pagewire.cli.main import main
-from pagewire.errors import ConfigError, InvalidRequest
+from pagewire.errors import ConfigError, InvalidRequest, Overloaded, Unavailable, UnknownStream
 
 
 def _records(path):
@@ -166,6 +166,18 @@ async def test_a_server_that_goes_away_is_1_and_no_error_of_a_line(served):
     assert (temporary / "r.out.jsonl").read_bytes() == b""
     code, _, _ = await pagewire("batch", str(source), "--url", url, temporary=temporary)
     assert code == 0
+
+
+@pytest.mark.parametrize("error", [Overloaded, Unavailable, UnknownStream])
+async def test_what_a_server_cannot_do_now_is_asked_again(served, error):
+    server, url, temporary = served
+    server.refusals += [error("not now", retry_after_ms=20)] * 2
+    source = temporary / "r.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    code, _, err = await pagewire("batch", str(source), "--url", url, temporary=temporary)
+    assert code == 0, err
+    assert len(server.asked) == 3
+    assert [record["choices"][0]["text"] for record in _records(temporary / "r.out.jsonl")] == ["a"]
 
 
 async def test_in_this_process_with_a_model_of_random_weights(tmp_path):

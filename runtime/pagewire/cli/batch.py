@@ -30,11 +30,15 @@ from pagewire.errors import (
     Overloaded,
     PagewireError,
     Unauthorized,
+    Unavailable,
+    UnknownStream,
 )
 from pagewire_client import Stream, connect
 
 _STOPS: Final = (ConnectionLost, Draining, EngineFailed, Unauthorized)
 """Not this line's fault: the batch stops, and the line is asked again when it is run again."""
+_AGAIN: Final = (Overloaded, Unavailable, UnknownStream)
+"""Others use the server, too; it is getting another engine; it lost all that knew of what was begun."""
 _REMOTE_CONCURRENCY: Final = 64
 _RETRY_S: Final = 1.0
 _LOOKED_AT: Final = 65_536
@@ -154,7 +158,7 @@ async def _record(door: _Door, line: bytes, defaults: Any, model: str) -> dict[s
             try:
                 async with start(asked.value, **{**defaults, **asked.params}) as stream:
                     return answered(asked, await stream.result(), model)
-            except Overloaded as error:  # others use the server, too
+            except _AGAIN as error:
                 await asyncio.sleep((error.retry_after_ms or _RETRY_S * 1000) / 1000)
     except _STOPS:
         raise
