@@ -116,6 +116,36 @@ async def test_a_gateway_that_does_not_drain_is_ended_at_the_deadline(make_serve
     assert _children_of_this_process() == []
 
 
+async def test_a_gateway_that_hangs_is_gone_before_the_engine_drains(make_server, monkeypatch):
+    """Else the engine would wait for it to read, until its own time is over."""
+    server = make_server("gateway=deaf", drain_timeout_ms=100)
+    was_told = []
+    try:
+        await server.start()
+        engine, gateway = server._children()
+        process, terminate = psutil.Process(gateway.pid), engine.terminate
+
+        def end_engine():
+            deadline = time.monotonic() + 3
+            while _runs(process) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            was_told.append(_runs(process))
+            terminate()
+
+        monkeypatch.setattr(engine, "terminate", end_engine)
+        await server.drain()
+    finally:
+        await server.close()
+    assert was_told == [False]
+
+
+def _runs(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 async def test_stop_while_starting_ends_at_once(make_server):
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(0.5, stop.set)

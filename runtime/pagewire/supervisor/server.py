@@ -171,7 +171,8 @@ class Server:
         """Refuse new streams, let the open ones end or be told, and stop. Returns inside one deadline."""
         engine, gateway = self._children()
         gateway.terminate()
-        await gateway.ended_within(self.config.server.drain_timeout_ms / 1000 + _FAREWELL_S)
+        if not await gateway.ended_within(self.config.server.drain_timeout_ms / 1000 + _FAREWELL_S):
+            gateway.kill()  # or the engine would wait for one that reads nothing, too
         engine.terminate()
         await engine.ended_within(_FAREWELL_S)
 
