@@ -59,6 +59,22 @@ async def test_a_cancel_reaches_the_server_over_the_next_connection():
         assert (await asyncio.wait_for(stream.result(), 10)).finish_reason == "cancelled"
 
 
+async def test_an_end_that_the_user_found_reaches_the_server_over_the_next_connection():
+    async with serve() as server, connect(server.endpoint) as client:
+        stream = client.generate([1], max_tokens=100, seed=4, n=2)
+        await until(lambda: stream.request_id is not None)
+        server.core.step(5)
+        await until(lambda: stream.received == [5, 5])
+        cut(client)
+        stream.finish(3, choice=1)
+        stream.finish(3, choice=2)  # is none
+        await until(lambda: len(server.core.live) == 1)
+        server.core.step(95)
+        first, second = (await asyncio.wait_for(stream.result(), 10)).choices
+        assert (first.finish_reason, first.token_ids) == ("length", tokens(4, 100))
+        assert (second.finish_reason, second.token_ids) == ("stop", tokens(5, 3))
+
+
 async def test_a_server_that_does_not_come_back_is_told_in_time():
     server = serve()
     running = await server.__aenter__()

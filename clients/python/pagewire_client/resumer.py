@@ -9,13 +9,13 @@ from typing import Final
 from pagewire_client.state import StreamState
 from pagewire_transport.columns import pack
 from pagewire_transport.errors import InvalidRequest, PagewireError
-from pagewire_transport.messages import Cancel, Generate, Resume
+from pagewire_transport.messages import Cancel, Finish, Generate, Resume
 
 RESUME_S: Final = 30.0
 """How long a stream waits to be resumed."""
 _TIMER_SLACK_S: Final = 0.001
 
-Send = Callable[[Generate | Resume | Cancel], None]
+Send = Callable[[Generate | Resume | Cancel | Finish], None]
 
 
 class Resumer:
@@ -87,8 +87,8 @@ class Resumer:
         assert message is not None
         try:
             self._send(message)
-            if state.is_cancelled:
-                self._send(Cancel(stream=state.number))
+            for about in state.unanswered:
+                self._send(about)
         except PagewireError as error:
             self._end(state, error)
 

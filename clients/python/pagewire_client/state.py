@@ -59,6 +59,7 @@ class StreamState:
         "choices",
         "chunks",
         "done",
+        "ends",
         "error",
         "is_cancelled",
         "is_closed",
@@ -87,6 +88,8 @@ class StreamState:
         self._send = send
         self._has_logprobs = has_logprobs
         self.is_cancelled = False
+        self.ends: dict[int, int] = {}
+        """Where the user ended choices, by choice: told again where the connection broke."""
         self._started_ns = now_ns
         self._first_ns = 0
         self._over_ns = 0
@@ -177,6 +180,16 @@ class StreamState:
         """Ask the server to cut a choice after `at` tokens."""
         if not self.is_over:
             self._send(Finish(stream=self.number, choice=choice, at=at))
+            if choice < len(self.choices):  # else it is refused
+                self.ends[choice] = at
+
+    @property
+    def unanswered(self) -> list[Cancel | Finish]:
+        """What the user asked for and the server has not answered."""
+        if self.is_cancelled:
+            return [Cancel(stream=self.number)]
+        ends = ((choice, at) for choice, at in self.ends.items() if self.choices[choice].finish_reason is None)
+        return [Finish(stream=self.number, choice=choice, at=at) for choice, at in ends]
 
     def abandon(self) -> None:
         """Nobody reads it any more: end it, keep no chunks."""
