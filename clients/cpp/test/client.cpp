@@ -136,6 +136,30 @@ const test::Test resuming("a stream goes on after its connection broke: nothing 
     EQUAL(rest.token_ids.size(), 1u);
 });
 
+const test::Test ended("an end that the user found reaches the server over the next connection", [] {
+    Server server([](const Asked& asked, const Reply& reply) {
+        if (asked.t == "generate") {
+            reply(accepted(asked.stream, "key"));
+            reply(tokens(asked.stream, 0, {"a", "b", "c"}));
+        } else if (asked.t == "resume") {
+            reply(accepted(asked.stream, "key"));
+        } else if (asked.t == "finish") {
+            reply(finished(asked.stream, 2));
+            reply(done(asked.stream, 2));
+        }
+    });
+    Client client = connect(server.url);
+    Stream stream = client.generate("hi");
+    for (const Chunk& chunk : stream) {
+        if (chunk.text != "abc") continue;
+        server.shut();
+        stream.finish(2);
+        stream.finish(2, 1);  // is none
+        server.open();
+    }
+    CHECK(stream.result().token_ids == std::vector<std::uint32_t>({100, 101}));
+});
+
 const test::Test lost("a stream that cannot go on ends with ConnectionLost, and the next one works", [] {
     Server server([](const Asked& asked, const Reply& reply) {
         if (asked.t == "resume") reply(test::error("unknown_stream", asked.stream, "request_id"));

@@ -90,7 +90,7 @@ export class Client implements AsyncDisposable {
     this.#resumeTimeoutMs = options.resumeTimeoutMs ?? RESUME_MS;
     this.#owner = {
       cancel: (state) => this.#cancel(state),
-      finish: (state, at, choice) => this.#tellOf(state, { t: 'finish', stream: state.number, choice, at }),
+      finish: (state, at, choice) => this.#finish(state, at, choice),
       pause: (state, paused) => this.#tellOf(state, { t: 'pause', stream: state.number, paused }),
     };
     this.#link = new Link(url, options.name ?? 'pagewire-node', options.curve && loadKeys(options.curve), {
@@ -259,8 +259,13 @@ export class Client implements AsyncDisposable {
     this.#tellOf(state, { t: 'cancel', stream: state.number });
   }
 
+  #finish(state: StreamState, at: number, choice: number): void {
+    state.endAt(choice, at);
+    this.#tellOf(state, { t: 'finish', stream: state.number, choice, at });
+  }
+
   #tellOf(state: StreamState, message: FromClient): void {
-    if (state.isOver || state.isResuming) return; // a cancel follows the resume
+    if (state.isOver || state.isResuming) return; // it follows the resume
     try {
       this.#link.send(message);
     } catch (error) {
@@ -392,6 +397,7 @@ export class Client implements AsyncDisposable {
     try {
       this.#link.send(resumeMessage(state.number, state.ticket));
       if (state.isCancelled) this.#link.send({ t: 'cancel', stream: state.number });
+      for (const [choice, at] of state.unansweredEnds) this.#link.send({ t: 'finish', stream: state.number, choice, at });
     } catch (error) {
       this.#drop(state, error as PagewireError);
     }

@@ -44,6 +44,8 @@ export class StreamState {
   readonly number: number;
   readonly #ticket: Ticket | undefined;
   readonly #choices: ChoiceState[];
+  /** Where the user ended choices, by choice. */
+  readonly #ends = new Map<number, number>();
   readonly #startedAt = performance.now();
   #hasLogprobs: boolean;
   #firstAt = 0;
@@ -63,6 +65,16 @@ export class StreamState {
 
   get isOver(): boolean {
     return this.#done !== undefined || this.error !== undefined;
+  }
+
+  /** The user ends a choice after `at` tokens; the server may not hear of it. */
+  endAt(choice: number, at: number): void {
+    if (choice < this.#choices.length) this.#ends.set(choice, at); // else it is refused
+  }
+
+  /** Choices that the user ended and the server has not, with where: they are told again over a new connection. */
+  get unansweredEnds(): [number, number][] {
+    return [...this.#ends].filter(([choice]) => this.#choices[choice]?.finishReason === undefined);
   }
 
   /** How the user goes on with it: what was not read yet comes again. Undefined where that is not possible (yet). */

@@ -174,6 +174,33 @@ test('a stream goes on after its connection broke: nothing lost, nothing doubled
   assert.deepEqual([rest.text, rest.tokenIds], ['e', [104]]);
 });
 
+test('an end that the user found reaches the server over the next connection', async () => {
+  const server = await serve((message, reply) => {
+    const stream = message['stream'];
+    if (message['t'] === 'generate') {
+      reply(accepted(stream, 'key'));
+      reply(tokens(stream, 0, ['a', 'b', 'c']));
+    } else if (message['t'] === 'resume') {
+      reply(accepted(stream, 'key'));
+    } else if (message['t'] === 'finish') {
+      assert.deepEqual([message['choice'], message['at']], [0, 2]);
+      reply(finished(stream, 2, { reason: 'stop' }));
+      reply(done(stream, 2));
+    }
+  });
+  const client = await connected(server);
+  const stream = client.generate('hi');
+  for await (const chunk of stream) {
+    if (chunk.text !== 'abc') continue;
+    server.shut();
+    await sleep(20);
+    stream.finish(2);
+    stream.finish(2, 1); // is none
+    await server.open();
+  }
+  assert.deepEqual((await stream.result()).tokenIds, [100, 101]);
+});
+
 test('a stream that cannot go on ends with ConnectionLost, and the next one works', async () => {
   const server = await serve((message, reply) => {
     const stream = message['stream'];

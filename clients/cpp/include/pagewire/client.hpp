@@ -108,6 +108,7 @@ class Stream {
     // End a choice as stopped after its first `at` tokens; for those who look for stops in the text themselves.
     void finish(std::int64_t at, std::int64_t choice = 0) {
         detail::Lock lock(core_->mutex);
+        state_->end_at(choice, at);
         core_->tell_of(*state_, detail::finish(state_->number, choice, at).frame());
     }
 

@@ -103,7 +103,7 @@ class Core {
     }
 
     void tell_of(StreamState& state, std::string frame) {
-        if (state.is_over() || state.is_resuming) return;  // a cancel follows the resume
+        if (state.is_over() || state.is_resuming) return;  // it follows the resume
         try {
             send(std::move(frame));
         } catch (const Error& error) {
@@ -453,6 +453,9 @@ class Core {
                 try {
                     send(resume(state->number, state->ticket()).frame());
                     if (state->is_cancelled) send(message("cancel", state->number).frame());
+                    for (const auto& [choice, at] : state->unanswered_ends()) {
+                        send(finish(state->number, choice, at).frame());
+                    }
                 } catch (const Error& error) {
                     drop(*state, error.fault());
                 }

@@ -8,6 +8,7 @@
 #include <deque>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "request.hpp"
@@ -53,6 +54,21 @@ class StreamState {
         chunks.pop_front();
         choices_[chunk.choice].read = static_cast<std::uint32_t>(chunk.index) + static_cast<std::uint32_t>(chunk.token_ids.size());
         return chunk;
+    }
+
+    // The user ends a choice after `count` tokens; the server may not hear of it.
+    void end_at(std::int64_t choice, std::int64_t count) {
+        if (choice >= 0 && static_cast<std::size_t>(choice) < choices_.size()) choices_[choice].end = count;
+    }
+
+    // Choices that the user ended and the server has not, with where: they are told again over a new connection.
+    std::vector<std::pair<std::int64_t, std::int64_t>> unanswered_ends() const {
+        std::vector<std::pair<std::int64_t, std::int64_t>> out;
+        for (std::size_t i = 0; i < choices_.size(); ++i) {
+            const Choice& choice = choices_[i];
+            if (choice.end && choice.result.finish_reason.empty()) out.emplace_back(static_cast<std::int64_t>(i), *choice.end);
+        }
+        return out;
     }
 
     // How the user goes on with it: what was not read yet comes again.
@@ -143,6 +159,7 @@ class StreamState {
         std::uint32_t read = 0;  // tokens that the user has: those, and what was read since
         ChoiceResult result;
         std::optional<Clock::time_point> heard;
+        std::optional<std::int64_t> end;  // after so many tokens the user ended it
 
         std::uint32_t known() const { return base + static_cast<std::uint32_t>(result.token_ids.size()); }
     };
