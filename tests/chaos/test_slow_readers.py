@@ -8,7 +8,7 @@ from tests.chaos.rig import FAKE
 
 async def test_slow_readers_get_their_ends_and_cost_no_memory():
     plan = slow_readers.Plan(
-        rounds=3, seconds=2.0, lead_s=3.0, num_normal=10, latency_us=4000, patience_ms=1500, tokens=800, grace_ms=12_000
+        rounds=3, seconds=1.0, lead_s=2.0, num_normal=10, latency_us=4000, patience_ms=1000, tokens=500, grace_ms=6_000
     )
     told = await slow_readers.run(plan, FAKE)
     assert told.wrong == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from array import array
 from concurrent.futures import Future
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -584,3 +586,11 @@ async def test_a_link_that_takes_nothing_is_told_to_the_stream_that_needs_it(ben
     bench.client("a", Generate(stream=7, prompt_ids=b"abcd"))
     assert [(m.code, m.stream, m.retry_after_ms) for m in bench.of(Error)] == [("overloaded", 7, 5)]
     assert bench.gateway.num_streams == len(bench.gateway._upstream) == 0
+
+
+async def test_every_figure_of_its_own_is_documented(bench):
+    """`docs/metrics.md` names them, and nothing else."""
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text("utf-8")
+    table = text.partition("A gateway's `stats()`")[2].partition("# Metrics over HTTP")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(bench.gateway.stats())
