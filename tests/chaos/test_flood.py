@@ -8,6 +8,7 @@ from tests.chaos.rig import FAKE
 from tests.cli.test_serve import needs_model
 
 
+@pytest.mark.soak
 @pytest.mark.model
 @needs_model
 @pytest.mark.parametrize(("door", "kind"), [("tcp", "hello and no more"), ("ipc", "no hello")])

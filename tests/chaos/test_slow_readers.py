@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.chaos import slow_readers
 from tests.chaos.rig import FAKE
 
 
+@pytest.mark.soak
 async def test_slow_readers_get_their_ends_and_cost_no_memory():
     plan = slow_readers.Plan(
         rounds=3, seconds=1.0, lead_s=2.0, num_normal=10, latency_us=4000, patience_ms=1000, tokens=500, grace_ms=6_000

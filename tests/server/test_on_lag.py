@@ -203,7 +203,7 @@ async def test_a_clients_pause_and_that_of_its_lag_do_not_undo_each_other(first)
 
 @pytest.mark.parametrize("how", ["cancelled", "goodbye", "grace", "resumed", "drained"])
 async def test_a_held_stream_has_every_end_that_others_have(how):
-    bench = Bench(resume_grace_ms=20)
+    bench = Bench(resume_grace_ms=20, replay_timeout_ms=200)
     slow = bench.peer().generate(1, "pause")
     await bench.step(2)
     (sequence,) = bench.core.live.values()
@@ -291,7 +291,7 @@ async def test_cancel_ends_a_stream_by_tokens_and_keeps_what_was_made(resumable)
 
 
 async def test_what_a_slow_reader_may_fetch_is_forgotten_with_its_grace():
-    bench = Bench(resume_grace_ms=20)
+    bench = Bench(resume_grace_ms=20, replay_timeout_ms=200)
     slow = bench.peer().generate(1, "cancel")
     await bench.step(1)
     slow.is_deaf = True

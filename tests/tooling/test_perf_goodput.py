@@ -90,7 +90,7 @@ def run(*flags):
 @pytest.mark.timeout(240)
 def test_the_whole_way():
     cases, _ = run(
-        "--rates", "6", "--seconds", "2", "--ramp", "0.5", "--seeds", "0", "1",
+        "--rates", "6", "--seconds", "1", "--ramp", "0.5", "--seeds", "0", "1",
         "--itl-target", "2000", "--ttft-target", "60000",
     )  # fmt: skip
     found = cases["tiny, 6/s, seed 0"]
