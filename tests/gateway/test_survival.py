@@ -445,20 +445,6 @@ async def test_where_no_engine_is_waited_for_the_last_word_of_this_one_is_told(m
     assert [(m.code, m.message) for m in bench.of(Error)] == [("engine_lost", "the device fell off the bus")]
 
 
-@pytest.mark.parametrize("is_lost_first", [True, False])
-async def test_streams_without_an_engine_are_told_that_the_server_shuts_down(bench, is_lost_first):
-    """F20: not that an engine was lost, which would have been replaced."""
-    number = bench.start()
-    bench.from_engine(tokens((number, 0, 0, ids_of("abc"))))
-    if is_lost_first:
-        bench.gateway.engine_lost(EngineLost("gone"))
-    bench.gateway.drain()
-    if not is_lost_first:
-        bench.gateway.engine_lost(EngineLost("gone"))
-    assert [(m.code, m.retry_after_ms is None) for m in bench.of(Error)] == [("draining", False)]
-    bench.gateway.check_invariants()
-
-
 async def test_a_stream_that_was_begun_does_not_end_because_the_next_engine_is_full(bench):
     engine = Engine(bench)
     bench.client("a", Generate(stream=1, prompt_ids=b"abcd", params=SamplingParams(seed=1)))

@@ -98,7 +98,7 @@ class Continuity:
         self._per_key = per_key
         self.survivors = GatewaySurvivors(config, self._end_orphan)
         self.absence = Absence(config.replay_timeout_ms, on_timeout)
-        self._closing: PagewireError | None = None
+        self._is_closing = False
         self._is_absent = False
         self._is_leaving = False  # the engine that is there said that it ends
         self._reason: PagewireError = EngineLost("no engine is there")
@@ -107,7 +107,7 @@ class Continuity:
 
     def engine_lost(self, reason: PagewireError) -> None:
         """The engine is gone: what it worked on waits for the next one."""
-        self._reason, self._is_absent, self._is_leaving = self._closing or reason, True, False
+        self._reason, self._is_absent, self._is_leaving = reason, True, False
         lost = [stream for _, stream in self._upstream]
         self._upstream.forget_all()
         if self.absence.timeout_ms:
@@ -130,7 +130,7 @@ class Continuity:
         """Ask the engine for a stream that is ready for it, or let it wait until there is one."""
         if not self._is_absent and not self._is_leaving:
             self._upstream.start(stream)
-        elif self.absence.timeout_ms and self._closing is None:
+        elif self.absence.timeout_ms and not self._is_closing:
             self.absence.begin()
             self.absence.add(stream)
         else:
@@ -244,7 +244,7 @@ class Continuity:
 
     def client_lost(self, client: Client, reason: PagewireError, *, comes_back: bool) -> None:
         """A client is gone; what it may come back for is kept, all else ends."""
-        comes_back = comes_back and self._closing is None
+        comes_back = comes_back and not self._is_closing
         self.survivors.client_lost(client, comes_back=comes_back)
         for stream in list(client.streams.values()):
             if comes_back:
@@ -341,7 +341,7 @@ class Continuity:
             except PagewireError as error:
                 self._owner.fail(stream, error)
             return True
-        if self._closing is not None or not self.absence.timeout_ms:
+        if self._is_closing or not self.absence.timeout_ms:
             return False
         if message.code in (EngineLost.code, Draining.code):  # it alone was told to stop: the server was not
             leave(stream)
@@ -360,9 +360,9 @@ class Continuity:
             self.absence.add(stream)
         return True
 
-    def close(self, reason: PagewireError) -> None:
-        """The server shuts down, as `reason` says: nobody can come back, no engine will."""
-        self._closing = self._reason = reason
+    def close(self) -> None:
+        """The server shuts down: nobody can come back, no engine will."""
+        self._is_closing = True
         self.survivors.close()
         self.give_up_waiting()
 

@@ -215,7 +215,7 @@ class Gateway:
     def drain(self) -> None:
         """From now on new streams are refused; the open ones go on, those without a client or an engine end."""
         self._refusing = Draining("the server is shutting down", retry_after_ms=RETRY_AFTER_MS)
-        self._continuity.close(self._refusing)
+        self._continuity.close()
         self.flush()
 
     def end_draining(self) -> None:
