@@ -31,7 +31,7 @@ import pagewire_client
 from pagewire.errors import NumericError
 from pagewire.worker.fake import continuation, hash_tokens
 from pagewire_transport.codec import decode_server, encode
-from pagewire_transport.messages import Done, Generate, Hello
+from pagewire_transport.messages import Done, Generate, Hello, Ping
 from pagewire_transport.params import SamplingParams
 
 GROWTH_BYTES = 6 * 2**20
@@ -154,7 +154,12 @@ class Soak:
             params = SamplingParams(max_tokens=300, ignore_eos=True)
             await peer.send(encode(Generate(stream=1, prompt_ids=bytes([5, 0, 0, 0]), params=params)))
             until = time.monotonic() + 3
-            while not isinstance(message := decode_server(await peer.recv()), Done):
+            message = None
+            while not isinstance(message, Done):
+                if not await peer.poll(1000):
+                    await peer.send(encode(Ping()))  # or a busy machine takes its silence for its end
+                    continue
+                message = decode_server(await peer.recv())
                 if time.monotonic() < until:
                     await asyncio.sleep(chance.uniform(0, 0.3))
             assert message.usage.completion == 300
