@@ -1,6 +1,6 @@
 """Prefill beside decode: in the same steps, on multiprocessors of its own, or behind decode's priority. On one NVIDIA card.
 
-    python perf/partitions.py [--json] [--rows 256] [--context 768] [--layers 8]
+    python perf/partitions.py [--json] [--rows 96] [--context 480] [--layers 8]
 
 Layers of Llama-3.1-8B in bf16, in CUDA graphs: `--rows` sequences that decode, and a prompt's chunk. *Same steps*: one graph computes
 both, the chunk's size sets the gap between tokens. *Partitions*: decode's graph and the chunk's replay without end beside each other,
@@ -27,7 +27,8 @@ from pagewire_kernels.rms_norm import rms_norm
 
 HEADS, KV_HEADS, HIDDEN, MLP = MODELS["8b"]
 NUM_LAYERS = 32
-CHUNKS = (64, 128, 192, 256, 384, 512, 768, 1024, 2048)
+STEPS = (128, 192, 256, 320, 384, 512, 768, 1024, 2048)
+"""Tokens of a step in which both are: where the library's tiles end."""
 PARTITION_CHUNK = 2048
 PARTS = (16, 24, 32, 40, 48, 64)
 WINDOW_MS = 600
@@ -124,6 +125,7 @@ class Lane:
     """A graph that replays again and again on its stream."""
 
     def __init__(self, chain: Chain, stream) -> None:
+        self._chain = chain  # the graph reads its buffers
         self.stream, self.graph = stream, captured(chain, stream)
         self.marks: list[torch.cuda.Event] = []
         self.alone = self.run(12)
@@ -195,7 +197,7 @@ class Experiment:
 
     def same_steps(self) -> None:
         """Mixed steps by size of the chunk."""
-        for chunk in CHUNKS:
+        for chunk in (step - self.given.rows for step in STEPS if step > self.given.rows):
             lane = Lane(self.chain(self.given.rows, chunk), torch.cuda.Stream())
             self.add("same steps", f"chunks of {chunk}", lane.alone, chunk, lane.alone)
 
@@ -229,8 +231,8 @@ class Experiment:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     Report.arguments(parser)
-    parser.add_argument("--rows", type=int, default=256, help="sequences that decode")
-    parser.add_argument("--context", type=int, default=768, help="tokens of each")
+    parser.add_argument("--rows", type=int, default=96, help="sequences that decode")
+    parser.add_argument("--context", type=int, default=480, help="tokens of each")
     parser.add_argument("--layers", type=int, default=8, help="computed; times are scaled to 32")
     parser.add_argument("--itl", type=float, default=12.0, help="bound of the comparison, ms")
     given = parser.parse_args()

@@ -48,7 +48,7 @@ def config_of(folder: Path, given: argparse.Namespace) -> Config:
         "cache": {"kv_bytes": 2**26 if given.tiny else 0, "kv_dtype": "fp8" if given.fp8 and on_card else "auto"},
         "scheduler": {"max_rows": given.max_rows, "max_step_tokens": given.step_tokens,
                       "itl_target_ms": given.itl_target, "ttft_target_ms": given.ttft_target},
-        "engine": {"threads": 0 if on_card else 1, "state_dir": str(folder)},
+        "engine": {"threads": 0 if on_card else 1, "state_dir": str(folder), "record": given.record},
         "server": {"bind": f"ipc://{folder}/engine.sock", "log_level": "warning"},
     })  # fmt: skip
 
@@ -134,6 +134,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, step_tokens: int) -
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--fp8", action="store_true", help="weights, and on a card KV, in FP8")
     parser.add_argument("--tiny", action="store_true", help="a model that shows that this works")
+    parser.add_argument("--record", default="", metavar="FILE", help="all that the engine decides; see `pagewire replay`")
 
 
 def model_of(given: argparse.Namespace) -> tuple[dict[str, object], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -201,3 +202,93 @@ def test_a_prior_by_shape_and_card():
     small = Coefficients.of(Shape(SHAPE_8B.weight_bytes / 8, SHAPE_8B.token_flops / 8, 1e4, 1e5), H200)
     assert CostModel(small).predict(StepWork(0, 0.0, 1, 100)) < 0.3 * CostModel().predict(StepWork(0, 0.0, 1, 100))
     assert describe(PRIOR)["kv_token"] == pytest.approx(131_072 / 4e3)
+
+
+class TestGraphs:
+    """Steps that are padded to graphs, of which some cost more than any formula says."""
+
+    SIZES = (64, 128, 192, 256, 320, 384, 512)
+    BEYOND: ClassVar = dict(zip(SIZES, (0.0, 0.08, 0.02, -0.07, -0.05, 0.12, 0.0), strict=True))
+
+    def model(self) -> CostModel:
+        return CostModel(buckets=BUCKETS, mixed_buckets=self.SIZES)
+
+    def took(self, truth: CostModel, work: StepWork) -> float:
+        beyond = self.BEYOND[truth.padded(work.prefill_tokens, work.decode_rows)] if work.prefill_tokens else 0.0
+        return truth.predict(work) * (1 + beyond)
+
+    def learnt(self, num: int = 3000) -> tuple[CostModel, CostModel, np.random.Generator]:
+        rng, truth, model = np.random.default_rng(20), self.model(), self.model()
+        for _ in range(num):
+            work = self.some_work(rng)
+            model.observe(work, self.took(truth, work) * (1 + 0.01 * rng.standard_normal()))
+        return model, truth, rng
+
+    def some_work(self, rng: np.random.Generator) -> StepWork:
+        rows = int(rng.integers(1, 128))
+        tokens = int(rng.integers(1, 384)) if rng.random() < 0.7 else 0
+        return StepWork(tokens, tokens * 200.0, rows, rows * int(rng.integers(100, 1000)))
+
+    def test_each_has_its_own_cost(self):
+        model, truth, rng = self.learnt()
+        works = [self.some_work(rng) for _ in range(300)]
+        errors = [abs(model.predict(work) / self.took(truth, work) - 1) for work in works]
+        assert np.mean(errors) < 0.012
+        assert np.percentile(errors, 95) < 0.03
+        assert model.margin < 0.06
+
+    @given(
+        work=works,
+        more=st.sampled_from(["prefill_tokens", "prefill_pairs", "decode_rows", "decode_kv"]),
+        by=st.integers(1, 1000),
+    )
+    @settings(max_examples=100, deadline=None)
+    def test_more_work_still_takes_no_less(self, work, more, by):
+        model = self._learnt_once()
+        parts = {name: getattr(work, name) for name in ("prefill_tokens", "prefill_pairs", "decode_rows", "decode_kv")}
+        assert model.predict(StepWork(**(parts | {more: parts[more] + by}))) >= model.predict(work)
+
+    _once: CostModel | None = None
+
+    def _learnt_once(self) -> CostModel:
+        if TestGraphs._once is None:
+            TestGraphs._once = self.learnt(1500)[0]
+        return TestGraphs._once
+
+    def test_a_step_takes_the_most_tokens_that_cost_no_more(self):
+        """What a graph costs is known, so a chunk ends where its graph does."""
+        model, _, _ = self.learnt()
+        work = StepWork(0, 0.0, 100, 45_000)
+        cost = [model.predict(StepWork(size - 100, 100.0 * size, 100, 45_000)) for size in (256, 320, 384)]
+        n = model.largest_chunk(work, 0, (cost[1] + cost[2]) / 2, 512)
+        assert n == 220
+
+    def test_what_was_learnt_of_them_is_kept(self):
+        model, _, rng = self.learnt()
+        state = json.loads(json.dumps(model.to_state()))
+        again = CostModel.from_state(state, buckets=BUCKETS, mixed_buckets=self.SIZES)
+        other = CostModel.from_state(state, buckets=BUCKETS, mixed_buckets=(96, 256))
+        for _ in range(50):
+            work = self.some_work(rng)
+            assert again.predict(work) == pytest.approx(model.predict(work))
+            assert other.predict(work) > 0
+        other.check_invariants()
+
+    @pytest.mark.parametrize(
+        "sizes", [None, [], [[]], [[], [[64]]], [[], [[64, "much"]]], [[], [[64, float("nan")]]], [1, 2]]
+    )
+    def test_a_damaged_file_is_refused(self, sizes):
+        state = self.model().to_state() | {"sizes": sizes}
+        with pytest.raises(ValueError, match="sizes"):
+            CostModel.from_state(state, buckets=BUCKETS, mixed_buckets=self.SIZES)
+
+
+def test_the_margin_forgets_what_was_off_while_the_model_learnt():
+    """Twenty seconds of a server's life, not a minute."""
+    rng, model = np.random.default_rng(4), CostModel(buckets=BUCKETS)
+    truth = CostModel(Coefficients(tuple(0.3 * c for c in PRIOR.values), PRIOR.knot), buckets=BUCKETS)
+    for i in range(2000):
+        work = some_work(rng)
+        pause = 4.0 if i < 40 else 1.0  # the host is slow in the beginning
+        model.observe(work, pause * truth.predict(work) * (1 + 0.01 * rng.standard_normal()))
+    assert model.margin < 0.06

@@ -44,11 +44,8 @@ def header_of(*, cost_model: CostModel | None = None, **arguments: Any) -> Heade
     """The header of a recording of `Scheduler(**arguments)`."""
     model: dict[str, Any] = {}
     if cost_model is not None:
-        model = {
-            "state": cost_model.to_state(),
-            "buckets": cost_model._buckets,
-            "mixed_buckets": cost_model._mixed_buckets,
-        }
+        decode, mixed = cost_model.buckets
+        model = {"state": cost_model.to_state(), "buckets": decode, "mixed_buckets": mixed}
     return Header(VERSION, importlib.metadata.version("pagewire"), cost_model=model, **arguments)
 
 

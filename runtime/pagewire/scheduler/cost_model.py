@@ -11,7 +11,8 @@ there is always a next one queued. Launching, which happens while the step befor
        +  c6 · decode rows                        sampling
        +  c7 · decode KV tokens                   attention of decode: KV is read once
 
-`tokens` is padded to the graph that the step runs in. All coefficients are ≥ 0: more work never takes less time, which
+`tokens` is padded to the graph that the step runs in, and what its graph costs beyond the first line is learnt apart
+(`cost_buckets`). All coefficients are ≥ 0: more work never takes less time, which
 is what lets a planner search for the largest chunk that fits.
 
 How it is learnt. Least squares of the relative error with slow forgetting, kept as two 8 × 8 systems, one of the steps
@@ -26,7 +27,6 @@ coefficients change sign); gradient descent (a rate that suits all features does
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -34,6 +34,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from pagewire.scheduler.cost_buckets import BucketCosts
 from pagewire.scheduler.cost_prior import PRIOR, Coefficients
 from pagewire.step.step import StepPlan
 
@@ -49,7 +50,11 @@ _HUBER: Final = 3.0
 _SPREAD_MIN: Final = 0.005
 _MARGIN_MAX: Final = 0.5
 _MARGIN_QUANTILE: Final = 0.99
-_MARGIN_STEP: Final = 0.005
+_MARGIN_STEPS: Final = 512
+"""The latest steps, of which the margin is the quantile: some seconds, so that what was off while the model learnt, or while the
+host paused, is soon forgotten. A running estimate (up by 99 parts where exceeded, down by one where not) took half a minute for it."""
+_MARGIN_EVERY: Final = 32
+"""Steps from one look at them to the next."""
 _SURPRISE: Final = 0.3
 _COORDINATES: Final = 3
 """Moved to their optimum by each step that is learnt from."""
@@ -108,7 +113,7 @@ def work_of(plan: StepPlan) -> StepWork:
 class CostModel:
     """Predicts and learns. No clock: durations are told. Not thread-safe.
 
-    `observe` O(1), about 12 µs where the step is learnt from; `predict` under 1 µs; `largest_chunk` about fifteen times that.
+    `observe` O(1), about 12 µs where the step is learnt from, 10 more in one of 32; `predict` under 1 µs; `largest_chunk` about fifteen times that.
 
     Args:
         prior: where nothing was seen yet.
@@ -127,13 +132,13 @@ class CostModel:
         assert len(prior.values) == _NUM
         assert min(prior.values) >= 0
         assert prior.values[0] > 0
-        self._buckets = buckets
-        self._mixed_buckets = buckets if mixed_buckets is None else mixed_buckets
+        self._sizes = BucketCosts(buckets, buckets if mixed_buckets is None else mixed_buckets)
         self._knot = prior.knot
         self._theta: _Vector = np.array(prior.values, np.float64)
         self._c: list[float] = list(prior.values)
         self._anchor = self._theta.copy()
         self._set_anchor_weights()
+        self._set_formula()
         self._systems = (np.zeros((_NUM, _NUM)), np.zeros((_NUM, _NUM)))  # of steps without and with prefill
         self._sides: tuple[_Vector, _Vector] = (np.zeros(_NUM), np.zeros(_NUM))
         self._next = 0
@@ -147,6 +152,8 @@ class CostModel:
         """Mean of |relative error| of the last few hundred steps, 0 … 1."""
         self.bias = 0.0
         """Mean of the relative error: above 0, steps take longer than predicted."""
+        self._excesses = np.zeros(_MARGIN_STEPS)
+        self._num_excesses = 0
         self.margin = 0.1
         """So much longer than predicted, as a part of the prediction, does only one step in a hundred take."""
 
@@ -157,22 +164,25 @@ class CostModel:
         """As learnt so far."""
         return Coefficients(tuple(self._c), self._knot)
 
+    @property
+    def buckets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Token counts that steps are padded to, without and with prefill."""
+        return self._sizes.buckets
+
     def padded(self, prefill_tokens: int, decode_rows: int) -> int:
         """Tokens that a step computes, empty ones included; no fewer than without the prefill."""
-        tokens = _padded(self._buckets, decode_rows)
-        if prefill_tokens == 0:
-            return tokens
-        return max(tokens, _padded(self._mixed_buckets, prefill_tokens + decode_rows))
+        return self._sizes.padded(prefill_tokens, decode_rows)
 
     def predict(self, work: StepWork) -> float:
         """Time of a step in ns; > 0, and no less for more work of any kind."""
         return self._time(work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.decode_kv)
 
     def _time(self, prefill: int, num_pairs: float, rows: int, kv: int) -> float:
-        c, tokens = self._c, self.padded(prefill, rows)
-        ns = c[0] + c[1] * tokens / 256.0 + c[6] * rows / 64.0 + c[7] * kv / 1e5
-        if tokens > self._knot:
-            ns += c[2] * (tokens - self._knot) / 256.0
+        return self._sizes.ns(prefill, rows) + self._beside_size(prefill, num_pairs, rows, kv)
+
+    def _beside_size(self, prefill: int, num_pairs: float, rows: int, kv: int) -> float:
+        c = self._c
+        ns = c[6] * rows / 64.0 + c[7] * kv / 1e5
         if prefill:
             ns += c[3] + c[4] * prefill / 256.0 + c[5] * num_pairs / 1e6
         return ns
@@ -225,18 +235,20 @@ class CostModel:
             if self.num_observed % _EVERY:
                 return
             times = _EVERY
-        weight = (1.0 if size <= limit else limit / size) / (scale * scale)
-        self._learn(work, duration_ns, weight * times, times)
+        self._learn(work, duration_ns, scale, 1.0 if size <= limit else limit / size, times)
 
-    def _learn(self, work: StepWork, duration_ns: float, weight: float, times: int) -> None:
+    def _learn(self, work: StepWork, duration_ns: float, scale: float, belief: float, times: int) -> None:
         x = self._features(work)
         system, side = self._systems[work.prefill_tokens > 0], self._sides[work.prefill_tokens > 0]
         system *= 1 - times / _MEMORY
         side *= 1 - times / _MEMORY
-        weighted = x * weight
+        weighted = x * (belief * times / (scale * scale))
         system += weighted[:, None] * x
         side += weighted * duration_ns
         self._improve(_COORDINATES)
+        self._set_formula()
+        beside = self._beside_size(work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.decode_kv)
+        self._sizes.learn(work.prefill_tokens, work.decode_rows, duration_ns - beside, belief)
 
     def _features(self, work: StepWork) -> _Vector:
         tokens = self.padded(work.prefill_tokens, work.decode_rows)
@@ -272,9 +284,12 @@ class CostModel:
         rate = max(1 / 256, 1 / (self.num_observed))
         self.error += rate * (size - self.error)
         self.bias += rate * (relative - self.bias)
-        # An online quantile: up by 99 parts when exceeded, down by one when not.
-        step = _MARGIN_STEP if excess > self.margin else -_MARGIN_STEP * (1 - _MARGIN_QUANTILE) / _MARGIN_QUANTILE
-        self.margin = min(_MARGIN_MAX, max(0.0, self.margin + step))
+        self._excesses[self._num_excesses % _MARGIN_STEPS] = excess
+        self._num_excesses += 1
+        if self._num_excesses % _MARGIN_EVERY == 0:
+            latest = self._excesses[: min(self._num_excesses, _MARGIN_STEPS)]
+            rank = math.ceil(_MARGIN_QUANTILE * latest.size) - 1
+            self.margin = min(_MARGIN_MAX, max(0.0, float(np.partition(latest, rank)[rank])))
 
     def _warm_up(self, work: StepWork, predicted: float, duration_ns: float) -> float:
         """The prediction, after the prior was scaled if the first steps say that it is off as a whole."""
@@ -290,7 +305,12 @@ class CostModel:
         self._c = self._theta.tolist()
         self._anchor = self._theta.copy()
         self._set_anchor_weights()
+        self._set_formula()
         return self.predict(work)
+
+    def _set_formula(self) -> None:
+        c = self._c
+        self._sizes.set_formula(c[0], c[1] / 256.0, c[2] / 256.0, self._knot)
 
     def _set_anchor_weights(self) -> None:
         typical = np.maximum(self._anchor, max(1.0, 1e-3 * float(self._anchor[0])))
@@ -306,6 +326,7 @@ class CostModel:
             "knot": self._knot,
             "observed": self.num_observed,
             "largest_prefill": self.largest_prefill,
+            "sizes": self._sizes.to_state(),
             "spread": self.spread,
             "margin": self.margin,
             "error": self.error,
@@ -331,6 +352,7 @@ class CostModel:
         if numbers[0] <= 0:
             raise ValueError("coefficients: the first must be above 0")
         model = cls(Coefficients(tuple(numbers), _number(knot, "knot")), buckets=buckets, mixed_buckets=mixed_buckets)
+        model._sizes.restore(_offsets(state.get("sizes", [[], []])))
         model.num_observed = int(_number(state.get("observed", 0), "observed"))
         model.largest_prefill = int(_number(state.get("largest_prefill", 0), "largest_prefill"))
         model.spread = min(1.0, max(_SPREAD_MIN, _number(state.get("spread", 0.1), "spread")))
@@ -343,16 +365,23 @@ class CostModel:
         assert all(math.isfinite(c) and c >= 0 for c in self._c), self._c
         assert self._c[0] > 0
         assert self._c == self._theta.tolist()
+        self._sizes.check_invariants()
         assert 0 <= self.margin <= _MARGIN_MAX
         assert self.spread >= _SPREAD_MIN
 
 
-def _padded(buckets: tuple[int, ...], num_tokens: int) -> int:
-    at = bisect_left(buckets, num_tokens)
-    return buckets[at] if at < len(buckets) else num_tokens
+def _offsets(value: object) -> list[list[tuple[int, float]]]:
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(kind, list) for kind in value):
+        raise ValueError("sizes: not two lists")
+    kinds: list[list[tuple[int, float]]] = []
+    for kind in value:
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in kind):
+            raise ValueError("sizes: not pairs")
+        kinds.append([(int(_number(tokens, "sizes")), _number(ns, "sizes", least=-math.inf)) for tokens, ns in kind])
+    return kinds
 
 
-def _number(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name}: not a number ≥ 0")
+def _number(value: object, name: str, *, least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+        raise ValueError(f"{name}: not a number ≥ {least:g}")
     return float(value)

@@ -22,6 +22,11 @@ from pagewire.step.step import Int32Array
 LEAST_CHUNK: Final = 64
 """Tokens; the smallest graph with prefill is that large, so that less would hardly be faster."""
 MS: Final = 1_000_000
+DELIVERY_NS: Final = MS // 3
+"""Of a promise that is left to what tokens still pass after their step: its end is seen, they are sent and received, now a little
+sooner, now later. On an H200 the gaps that clients see are longer than the steps by 0.1 ms in the middle, by 0.7 in one of a hundred."""
+_DELIVERY_PART: Final = 0.05
+"""Of a short promise at most."""
 _NO_WORK: Final = StepWork()
 
 
@@ -126,8 +131,8 @@ class Pacer:
         return budget
 
     def step_ns(self, promise_ns: float) -> float:
-        """What a step may be predicted to take, so that it hardly ever takes more than `promise_ns`."""
-        return promise_ns / (1.0 + self.model.margin)
+        """What a step may be predicted to take, so that tokens hardly ever come later than `promise_ns` after those before."""
+        return (promise_ns - min(DELIVERY_NS, _DELIVERY_PART * promise_ns)) / (1.0 + self.model.margin)
 
     @property
     def most_prefill(self) -> int:

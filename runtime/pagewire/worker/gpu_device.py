@@ -53,7 +53,7 @@ class Device(Protocol):
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What launches the same work again, on the compute stream. Runs it once; may wait.
+        """What launches the same work again, on the compute stream. Runs it twice; may wait.
 
         What two captured works write beside their own static tensors may lie in the same memory.
         """
@@ -108,7 +108,10 @@ class CudaDevice:
         return event
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Device`. `torch.cuda.graph` was rejected: it collects garbage before each of dozens of captures."""
+        """See `Device`. `torch.cuda.graph` was rejected: it collects garbage before each of dozens of captures.
+
+        The first launch of a graph takes the host some 20 ms more, on an H200 and with hundreds of kernels: here, and not in a step.
+        """
         graph = torch.cuda.CUDAGraph()
         with self.computing():
             work()  # loads kernels, which a capture may not
@@ -118,6 +121,7 @@ class CudaDevice:
                 work()
             finally:
                 graph.capture_end()
+            graph.replay()
         return graph.replay
 
     def synchronise(self) -> None:

@@ -28,9 +28,11 @@ from pagewire.worker.gpu_device import Device
 from pagewire.worker.gpu_staging import ALIGN, Staging, Words
 
 TOKEN_BUCKETS: Final = (
-    64, 128, 256, 384, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792, 2048, 2560, 3072, 4096, 6144, 8192,
+    64, 128, 192, 256, 320, 384, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792, 2048, 2560, 3072, 4096, 6144, 8192,
 )  # fmt: skip
-"""Close together where padding is dear. Only as many as `max_step_tokens` asks for are captured."""
+"""Close together where padding is dear, and where a step gets dearer: with 100 of the tokens decoding, 8b in bf16 takes on an H200
+8.6, 9.2, 9.2, 10.4, 10.3 and 12.0 ms for 192, 224, 256, 288, 320 and 352 (the library's tiles), so those in between gain nothing.
+Only as many as `max_step_tokens` asks for are captured."""
 MAX_CHUNKS: Final = 64
 """Prompts in one step: more go the other way."""
 _ROW_BUCKETS: Final = (16, 64, 128, 256, 512)
