@@ -11,6 +11,8 @@ of 32 layers, without logits and sampling. At the end: prompt tokens a second at
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import statistics
 
 import torch
@@ -152,16 +154,22 @@ class Lane:
         for _ in range(count):
             self.replay()
         torch.cuda.synchronize()
-        return statistics.median(self.gaps(0.2, 1.0))
+        times = [a.elapsed_time(b) for a, b in itertools.pairwise(self.marks)]
+        return statistics.median(times[len(times) // 5 :])
 
-    def gaps(self, since: float, until: float) -> list[float]:
-        """Milliseconds of the replays in this part of all, once they are over."""
-        times = [a.elapsed_time(b) for a, b in zip(self.marks, self.marks[1:], strict=False)]
-        return times[int(since * len(times)) : max(1, int(until * len(times)))]
+    def ends(self, zero: torch.cuda.Event) -> list[float]:
+        """When each replay was over, ms after `zero`; once all are."""
+        return [zero.elapsed_time(mark) for mark in self.marks[1:]]
 
 
 def beside(decode: Lane, prefill: Lane) -> tuple[float, float]:
-    """Milliseconds of a replay of each while both replay: medians of the middle, in which neither has run out of work."""
+    """Milliseconds of a replay of each, in the time in which both had work: the median gap, and the mean chunk.
+
+    One may hold the other back so far that it is done first; what the other does after that is not counted.
+    """
+    zero = torch.cuda.Event(enable_timing=True)
+    zero.record()
+    torch.cuda.synchronize()
     decode.begin()
     prefill.begin()
     # In turns by the time that they take: a queue that is full would hold the host, and with it the other lane.
@@ -173,7 +181,13 @@ def beside(decode: Lane, prefill: Lane) -> tuple[float, float]:
             decode.replay()
             ahead -= decode.alone
     torch.cuda.synchronize()
-    return statistics.median(decode.gaps(0.2, 0.6)), statistics.median(prefill.gaps(0.2, 0.6))
+    tokens, chunks = decode.ends(zero), prefill.ends(zero)
+    until = min(tokens[-1], chunks[-1])
+    low, high = 0.1 * until, 0.9 * until
+    gaps = [b - a for a, b in itertools.pairwise(tokens) if low <= a and b <= high]
+    inside = [end for end in chunks if low <= end <= high]
+    each = (inside[-1] - inside[0]) / (len(inside) - 1) if len(inside) > 1 else math.inf
+    return statistics.median(gaps), each
 
 
 class Experiment:

@@ -134,7 +134,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, step_tokens: int) -
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--fp8", action="store_true", help="weights, and on a card KV, in FP8")
     parser.add_argument("--tiny", action="store_true", help="a model that shows that this works")
-    parser.add_argument("--record", default="", metavar="FILE", help="all that the engine decides; see `pagewire replay`")
+    parser.add_argument(
+        "--record", default="", metavar="FILE", help="all that the engine decides; see `pagewire replay`"
+    )
 
 
 def model_of(given: argparse.Namespace) -> tuple[dict[str, object], str]:

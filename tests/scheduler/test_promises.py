@@ -144,6 +144,32 @@ class TestOrder:
         assert short.ttft_ms < 100
         assert not long.token_ns
 
+    def test_a_short_prompt_passes_a_long_one_that_has_time(self):
+        """The server's promise is about waiting: a long prompt is due later by what its own prefill takes, and is in time all the same."""
+        timed = Timed(ttft_target_ms=250.0, itl_target_ms=15.0)
+        learnt(timed)
+        timed.submit(100, max_tokens=2000)  # so that steps are short
+        timed.run_until(timed.now + 20 * MS)
+        long = timed.submit(6000, max_tokens=2)
+        shorts = [timed.submit(60, max_tokens=2) for _ in range(5)]
+        timed.run_until(timed.now + 2_000 * MS)
+        assert all(short.token_ns[0] < long.token_ns[0] for short in shorts)
+        assert max(short.ttft_ms for short in shorts) < 100
+        own_ms = long.sequence.prefill_ns / MS
+        assert own_ms > 150
+        assert long.ttft_ms < 250 + own_ms
+
+    def test_what_a_request_asks_for_includes_its_own_prefill(self):
+        timed = Timed(itl_target_ms=15.0)
+        learnt(timed)
+        timed.submit(100, max_tokens=2000)
+        timed.run_until(timed.now + 20 * MS)
+        long = timed.submit(3000, max_tokens=2, ttft_ms=400)
+        short = timed.submit(60, max_tokens=2, ttft_ms=450)
+        timed.run_until(timed.now + 2_000 * MS)
+        assert long.token_ns[0] <= short.token_ns[0], "due earlier; the short one may fill its last step"
+        assert long.ttft_ms < 400
+
     def test_those_who_can_still_be_in_time_go_before_the_late(self):
         """Three prompts that nothing can save do not drag the fourth along."""
         timed = Timed(itl_target_ms=15.0, max_rows=1)

@@ -49,8 +49,10 @@ class HostDevice:
             pinned.copy_(source)
         return LateEvent(self.patience)
 
-    def capture(self, work):
+    def capture(self, work, *, is_launched=True):
         work()
+        if is_launched:
+            work()
         return work
 
     def synchronise(self):

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worker.gpu_doubles import HostDevice
 
+from pagewire.simulator import card
 from pagewire.step.step import StepPlan
+from pagewire.worker.gpu_graphs import bucket_sizes
 from pagewire.worker.gpu_mixed import MAX_CHUNKS, TOKEN_BUCKETS, MixedGraphs, MixedInbox, Shape, shapes
 from pagewire.worker.gpu_staging import Staging
 
@@ -105,10 +107,10 @@ def test_the_inbox_says_what_the_plan_says(made, plan):
 
 def test_the_smallest_shape_that_holds_the_step(made):
     graphs = made[1]
-    assert graphs.shape_for(plan_of([5] * 3, [(0, 30)], [0, 1, 2, 3], [])) == Shape(64, 16)
-    assert graphs.shape_for(plan_of([5] * 20, [(0, 44)], list(range(21)), [])) == Shape(64, 40)
-    assert graphs.shape_for(plan_of([5], [(0, 64)], [0], [])) == Shape(128, 16)
-    assert graphs.shape_for(plan_of([], [(0, 1024)], [], [])) == Shape(1024, 16)
+    assert graphs.shape_for(plan_of([5] * 3, [(0, 30)], [0, 1, 2, 3], [])) == Shape(64, 32)
+    assert graphs.shape_for(plan_of([5] * 33, [(0, 31)], list(range(34)), [])) == Shape(64, 40)
+    assert graphs.shape_for(plan_of([5], [(0, 64)], [0], [])) == Shape(128, 32)
+    assert graphs.shape_for(plan_of([], [(0, 1024)], [], [])) == Shape(1024, 32)
     assert graphs.shape_for(plan_of([], [(0, 1025)], [], [])) == Shape(1152, 40)
     assert graphs.shape_for(plan_of([], [(0, 2049)], [], [])) == Shape(2560, 40)
     assert graphs.shape_for(plan_of([], [(0, 8193)], [], [])) is None
@@ -133,3 +135,8 @@ def test_every_mix_up_to_the_largest_bucket_has_a_shape(max_rows, max_step_token
         rows = [shape.num_rows for shape in known if shape.num_tokens == tokens]
         assert rows == sorted(set(rows))
         assert rows[-1] == min(tokens, max_rows)
+
+
+def test_the_modelled_card_has_the_same_graphs():
+    assert card.MIXED_BUCKETS == TOKEN_BUCKETS
+    assert card.DECODE_BUCKETS == bucket_sizes(card.DECODE_BUCKETS[-1])

@@ -22,7 +22,7 @@ from pagewire.step.step import Int32Array
 LEAST_CHUNK: Final = 64
 """Tokens; the smallest graph with prefill is that large, so that less would hardly be faster."""
 MS: Final = 1_000_000
-DELIVERY_NS: Final = MS // 3
+DELIVERY_NS: Final = MS // 2
 """Of a promise that is left to what tokens still pass after their step: its end is seen, they are sent and received, now a little
 sooner, now later. On an H200 the gaps that clients see are longer than the steps by 0.1 ms in the middle, by 0.7 in one of a hundred."""
 _DELIVERY_PART: Final = 0.05

@@ -23,11 +23,12 @@ from pagewire.step.step import StepPlan
 
 Precision = Literal["bf16", "fp8"]
 
-BUCKETS: Final = (
-    1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792, 2048, 2560, 3072, 4096,
-    6144, 8192,
+DECODE_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
+MIXED_BUCKETS: Final = (
+    64, 128, 192, 256, 320, 384, 512, 768, 1024, 1152, 1280, 1408, 1536, 1792, 2048, 2560, 3072, 4096, 6144, 8192,
 )  # fmt: skip
-"""Steps are graphs of these numbers of tokens; the rest of a bucket is padding, which is computed too."""
+"""Steps without and with prefill are graphs of these numbers of tokens; the rest of one is padding, which is computed too.
+As the GPU worker's (`worker/gpu_graphs.py`, `worker/gpu_mixed.py`), which a machine without torch cannot ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,6 @@ class ModelledCard:
             self._fixed += 2 * model.num_layers * rates.reduce_s
             moved = 2 * model.hidden_size * 2 * (gpus - 1) / gpus
             self._reduce_token = 2 * model.num_layers * moved / rates.reduce_rate
-        self._buckets = BUCKETS
 
     def prior(self) -> Coefficients:
         """What the scheduler's cost model is told of this card before it has seen a step."""
@@ -248,8 +248,9 @@ class ModelledCard:
     def seconds(self, work: StepWork) -> float:
         """How long a step of this work takes."""
         tokens = work.num_tokens
-        at = bisect_left(self._buckets, tokens)
-        padded = self._buckets[at] if at < len(self._buckets) else tokens
+        buckets = MIXED_BUCKETS if work.query_context else DECODE_BUCKETS
+        at = bisect_left(buckets, tokens)
+        padded = buckets[at] if at < len(buckets) else tokens
         took = self._fixed + (self._token + self._reduce_token) * padded
         stream = self._single if tokens == 1 else self._stream
         took += _soft_max(stream, self._compute * padded, self._knee)

@@ -13,7 +13,16 @@ from pagewire.config import SchedulerConfig
 from pagewire.errors import ConfigError
 from pagewire.scheduler.cost_model import CostModel
 from pagewire.scheduler.scheduler import Scheduler
-from pagewire.simulator.card import BUCKETS, H200, CardRates, ModelledCard, ModelShape, Precision, ReceivingCard
+from pagewire.simulator.card import (
+    DECODE_BUCKETS,
+    H200,
+    MIXED_BUCKETS,
+    CardRates,
+    ModelledCard,
+    ModelShape,
+    Precision,
+    ReceivingCard,
+)
 from pagewire.simulator.figures import Counting, Figures, Summary, summarise
 from pagewire.simulator.simulation import Host, Simulation, run_together
 from pagewire.simulator.traces import Arrival, Workload
@@ -92,7 +101,7 @@ class Deployment:
                 self.scheduler, max_step_tokens=step_tokens or self.scheduler.max_step_tokens
             ),
             prefix_cache=prefix_cache,
-            cost_model=CostModel(card.prior(), buckets=BUCKETS),
+            cost_model=CostModel(card.prior(), buckets=DECODE_BUCKETS, mixed_buckets=MIXED_BUCKETS),
         )
 
 

@@ -52,8 +52,12 @@ class Device(Protocol):
         """
         ...
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What launches the same work again, on the compute stream. Runs it twice; may wait.
+    def capture(self, work: Callable[[], None], *, is_launched: bool = True) -> Callable[[], None]:
+        """What launches the same work again, on the compute stream. Runs it once; may wait.
+
+        Args:
+            work: what is captured.
+            is_launched: run it once more, from the capture: a first launch takes longer than all others.
 
         What two captured works write beside their own static tensors may lie in the same memory.
         """
@@ -107,7 +111,7 @@ class CudaDevice:
         event: Event = self._fetch.record_event()
         return event
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, work: Callable[[], None], *, is_launched: bool = True) -> Callable[[], None]:
         """See `Device`. `torch.cuda.graph` was rejected: it collects garbage before each of dozens of captures.
 
         The first launch of a graph takes the host some 20 ms more, on an H200 and with hundreds of kernels: here, and not in a step.
@@ -121,7 +125,8 @@ class CudaDevice:
                 work()
             finally:
                 graph.capture_end()
-            graph.replay()
+            if is_launched:
+                graph.replay()
         return graph.replay
 
     def synchronise(self) -> None:

@@ -22,7 +22,7 @@ from pagewire.step.step import StepPlan
 from pagewire.worker.gpu_device import Device
 from pagewire.worker.gpu_staging import ALIGN, Staging
 
-_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
 _MORE: Final = 256
 _HEADER: Final = ALIGN
 

@@ -35,9 +35,10 @@ TOKEN_BUCKETS: Final = (
 Only as many as `max_step_tokens` asks for are captured."""
 MAX_CHUNKS: Final = 64
 """Prompts in one step: more go the other way."""
-_ROW_BUCKETS: Final = (16, 64, 128, 256, 512)
+_ROW_BUCKETS: Final = (32, 128, 256, 512)
+"""A row that is empty costs about a microsecond, a graph a tenth of a second at the start."""
 _LARGE: Final = 1024
-"""In steps of more tokens it does not matter much how many rows are empty: fewer graphs will do."""
+"""In steps of more tokens it does not matter much how many rows are empty, nor what a first launch takes: fewer graphs will do."""
 _LARGE_ROW_BUCKETS: Final = (256,)
 _HUGE: Final = 2048
 """Nor at all in steps of more than these."""
@@ -203,7 +204,7 @@ class MixedGraphs:
             with device.computing():
                 inbox.clear(shape)
             batch = inbox.batch(shape)
-            replay = device.capture(partial(forward, batch))
+            replay = device.capture(partial(forward, batch), is_launched=shape.num_tokens <= _LARGE)
             if shape.num_rows not in samples:
                 samples[shape.num_rows] = device.capture(partial(sample, batch))
             captured = _Captured(shape, replay, samples[shape.num_rows])
