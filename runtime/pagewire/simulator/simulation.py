@@ -40,13 +40,15 @@ class Card(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the engine's loop takes beside the card, measured on one (`perf/timeline.py`).
+    """What the engine's loop takes beside the card, and how even steps are, measured on one (`perf/timeline.py`, recordings).
 
     Attributes:
         launch_ns, launch_row_ns: from the decision to plan to the step's being on the card, and the same a row.
         seen_ns: from the end of a step to its being applied.
         client_ns: from there to the client.
         submit_ns: from the client to the scheduler.
+        spread: of a step's time, as a part of it: one standard deviation.
+        late_share, late: so many steps are seen later, by anything up to this part of their time.
     """
 
     launch_ns: int = 450_000
@@ -54,6 +56,27 @@ class Host:
     seen_ns: int = 250_000
     client_ns: int = 250_000
     submit_ns: int = 250_000
+    spread: float = 0.02
+    late_share: float = 0.01
+    late: float = 0.2
+
+
+class _Unevenness:
+    """Factors on the times of steps, always the same ones; without them no margin would ever be needed."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._rng = np.random.default_rng(0)
+        self._factors: list[float] = []
+
+    def next(self) -> float:
+        """Of the next step."""
+        if not self._factors:
+            host, rng = self._host, self._rng
+            even = 1 + host.spread * rng.standard_normal(1024)
+            late = host.late * rng.random(1024) * (rng.random(1024) < host.late_share)
+            self._factors = np.maximum(0.5, even + late).tolist()
+        return self._factors.pop()
 
 
 @dataclass(slots=True)
@@ -94,6 +117,7 @@ class Simulation:
         self._card = card
         self._workload = workload
         self._host = host if host is not None else Host()
+        self._unevenness = _Unevenness(self._host)
         self._on_ended = on_ended
         self._running: deque[_Running] = deque()
         self._free_ns = 0  # when the card is through with what it has
@@ -152,7 +176,7 @@ class Simulation:
             digest.update(part.data)
         host = self._host
         begins = max(self._free_ns, self.now_ns + host.launch_ns + host.launch_row_ns * plan.rows.size)
-        took = self._card.step_ns(plan)
+        took = int(self._card.step_ns(plan) * self._unevenness.next())
         self._free_ns = begins + took
         figures = self.figures
         figures.num_steps += 1
