@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Final
+
+import numpy as np
 
 _OFFSET_MAX: Final = 0.15
 """Of what the formula says, at most."""
@@ -35,22 +36,26 @@ class BucketCosts:
         self.buckets: Final[tuple[Buckets, Buckets]] = decode, mixed
         self._offsets = [0.0] * len(decode), [0.0] * len(mixed)
         self._num_seen = [0] * len(decode), [0] * len(mixed)
+        self._tokens = np.array((*decode, *mixed), np.float64)
         self._costs: tuple[list[float], list[float]] = [], []
+        self._is_stale = True
         self.set_formula(1.0, 0.0, 0.0, 0.0)
 
     def set_formula(self, step: float, token: float, beyond: float, knot: float) -> None:
         """Coefficients, ns: of a step, of a token, and of one beyond the knot."""
         self._step, self._token, self._beyond, self._knot = step, token, beyond, knot
-        for kind in (False, True):
-            self._refresh(kind)
+        self._is_stale = True
 
-    def _refresh(self, kind: bool) -> None:
-        costs = []
-        for tokens, offset in zip(self.buckets[kind], self._offsets[kind], strict=True):
-            formula = self._formula(tokens)  # which moves: an offset that was small against it may not be any more
-            most = _OFFSET_MAX * formula
-            costs.append(formula + (most if offset > most else max(-most, offset)))
-        self._costs[kind][:] = accumulate(costs, max)
+    def _refresh(self) -> None:
+        """Once for all that was learnt since the last prediction, and of whole arrays: a loop over them took longer than the learning."""
+        tokens = self._tokens
+        formula = self._step + self._token * tokens + self._beyond * np.maximum(0.0, tokens - self._knot)
+        most = _OFFSET_MAX * formula  # which moves: an offset that was small against it may not be any more
+        decode, mixed = self._offsets
+        costs = formula + np.minimum(most, np.maximum(-most, np.array(decode + mixed)))
+        n = len(decode)
+        self._costs = np.maximum.accumulate(costs[:n]).tolist(), np.maximum.accumulate(costs[n:]).tolist()
+        self._is_stale = False
 
     def _formula(self, tokens: int) -> float:
         ns = self._step + self._token * tokens
@@ -69,6 +74,8 @@ class BucketCosts:
         return max(alone, self._cost(True, prefill_tokens + decode_rows)) if prefill_tokens else alone
 
     def _cost(self, kind: bool, tokens: int) -> float:
+        if self._is_stale:
+            self._refresh()
         costs = self._costs[kind]
         at = bisect_left(self.buckets[kind], tokens)
         if at < len(costs):
@@ -87,7 +94,7 @@ class BucketCosts:
         rate = weight * max(1 / _MEMORY, 1 / (_FIRST + self._num_seen[kind][at]))
         most = _OFFSET_MAX * formula
         offsets[at] += rate * (min(most, max(-most, float(ns) - formula)) - offsets[at])
-        self._refresh(kind)
+        self._is_stale = True
 
     def to_state(self) -> list[list[tuple[int, float]]]:
         """(tokens, offset) of each graph of each kind."""
@@ -98,10 +105,11 @@ class BucketCosts:
         for kind, saved in zip((False, True), state, strict=True):
             known = dict(saved)
             self._offsets[kind][:] = [known.get(tokens, 0.0) for tokens in self.buckets[kind]]
-            self._refresh(kind)
+        self._is_stale = True
 
     def check_invariants(self) -> None:
         """Costs are above 0 and ascend."""
+        self._refresh()
         for costs in self._costs:
             assert all(cost > 0 for cost in costs), costs
             assert costs == sorted(costs), costs
