@@ -55,6 +55,8 @@ _MARGIN_STEPS: Final = 512
 host paused, is soon forgotten. A running estimate (up by 99 parts where exceeded, down by one where not) took half a minute for it."""
 _MARGIN_EVERY: Final = 32
 """Steps from one look at them to the next."""
+_MARGIN_LEAST: Final = 128
+"""Of fewer, one in a hundred is the worst of all: a single pause of the host would be the margin."""
 _SURPRISE: Final = 0.3
 _COORDINATES: Final = 3
 """Moved to their optimum by each step that is learnt from."""
@@ -284,9 +286,11 @@ class CostModel:
         rate = max(1 / 256, 1 / (self.num_observed))
         self.error += rate * (size - self.error)
         self.bias += rate * (relative - self.bias)
+        if self.num_observed <= _FIRST:
+            return  # what was off while nothing was known says nothing of what is known then
         self._excesses[self._num_excesses % _MARGIN_STEPS] = excess
         self._num_excesses += 1
-        if self._num_excesses % _MARGIN_EVERY == 0:
+        if self._num_excesses % _MARGIN_EVERY == 0 and self._num_excesses >= _MARGIN_LEAST:
             latest = self._excesses[: min(self._num_excesses, _MARGIN_STEPS)]
             rank = math.ceil(_MARGIN_QUANTILE * latest.size) - 1
             self.margin = min(_MARGIN_MAX, max(0.0, float(np.partition(latest, rank)[rank])))
