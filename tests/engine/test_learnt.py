@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 
 import msgspec
 import pytest
@@ -60,11 +61,12 @@ async def test_a_bad_file_is_ignored(tmp_path, content):
     assert Learnt(config(tmp_path), SHAPE).model.num_observed == 0
 
 
-async def test_numbers_that_no_run_can_have_left_are_ignored(tmp_path):
+@pytest.mark.parametrize("number", [-1, 10**400, 1e308], ids=("negative", "endless", "huge"))
+async def test_numbers_that_no_run_can_have_left_are_ignored(tmp_path, number):
     learnt = await taught(tmp_path)
     saved = msgspec.json.decode(learnt.path.read_bytes())
-    saved["cost"]["coefficients"][0] = -1
-    learnt.path.write_bytes(msgspec.json.encode(saved))
+    saved["cost"]["coefficients"][0] = number
+    learnt.path.write_bytes(json.dumps(saved).encode())
     assert Learnt(config(tmp_path), SHAPE).model.num_observed == 0
 
 

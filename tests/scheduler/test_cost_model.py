@@ -170,6 +170,9 @@ def test_what_was_learnt_is_kept():
         {"coefficients": [1.0] * 7 + [-1.0]},
         {"coefficients": [1.0] * 7 + [float("nan")]},
         {"coefficients": [1.0] * 7 + [True]},
+        {"coefficients": [1.0] * 7 + [10**400]},
+        {"coefficients": [1e308] * 8},
+        {"observed": 10**400},
         {"knot": None},
         {"spread": "wide"},
     ],
@@ -275,12 +278,24 @@ class TestGraphs:
         other.check_invariants()
 
     @pytest.mark.parametrize(
-        "sizes", [None, [], [[]], [[], [[64]]], [[], [[64, "much"]]], [[], [[64, float("nan")]]], [1, 2]]
+        "sizes",
+        [None, [], [[]], [[], [[64]]], [[], [[64, "much"]]], [[], [[64, float("nan")]]], [[], [[64, 10**400]]], [1, 2]],
     )
     def test_a_damaged_file_is_refused(self, sizes):
         state = self.model().to_state() | {"sizes": sizes}
         with pytest.raises(ValueError, match="sizes"):
             CostModel.from_state(state, buckets=BUCKETS, mixed_buckets=self.SIZES)
+
+    @pytest.mark.parametrize("beyond", [-1e17, 1e17])
+    def test_what_cannot_be_true_of_a_graph_is_soon_unlearnt(self, beyond):
+        """A file of another card, or damaged: no more is believed than ever is, and that is forgotten like it."""
+        state = self.model().to_state() | {"sizes": [[[64, beyond]], []]}
+        model = CostModel.from_state(state, buckets=BUCKETS, mixed_buckets=self.SIZES)
+        work = StepWork(0, 0.0, 64, 64_000)
+        truth = self.model().predict(work)
+        for _ in range(200):
+            model.observe(work, truth)
+        assert model.predict(work) == pytest.approx(truth, rel=0.04)
 
 
 def test_the_margin_forgets_what_was_off_while_the_model_learnt():

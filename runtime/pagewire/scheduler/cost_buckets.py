@@ -93,7 +93,8 @@ class BucketCosts:
         self._num_seen[kind][at] += 1
         rate = weight * max(1 / _MEMORY, 1 / (_FIRST + self._num_seen[kind][at]))
         most = _OFFSET_MAX * formula
-        offsets[at] += rate * (min(most, max(-most, float(ns) - formula)) - offsets[at])
+        known = min(most, max(-most, offsets[at]))  # what is not believed is not to be unlearnt either
+        offsets[at] = known + rate * (min(most, max(-most, float(ns) - formula)) - known)
         self._is_stale = True
 
     def to_state(self) -> list[list[tuple[int, float]]]:

@@ -69,6 +69,8 @@ _RESCALE_AT: Final = (5, 15)
 _RESCALE_MAX: Final = 1e4
 _ANCHOR_EVERY: Final = 1024
 _VERSION: Final = 1
+_NUMBER_MAX: Final = 1e18
+"""No run leaves larger ones: in ns, thirty years. Those that a float holds, and no sum of them, would make predictions infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,11 +383,11 @@ def _offsets(value: object) -> list[list[tuple[int, float]]]:
     for kind in value:
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in kind):
             raise ValueError("sizes: not pairs")
-        kinds.append([(int(_number(tokens, "sizes")), _number(ns, "sizes", least=-math.inf)) for tokens, ns in kind])
+        kinds.append([(int(_number(tokens, "sizes")), _number(ns, "sizes", least=-_NUMBER_MAX)) for tokens, ns in kind])
     return kinds
 
 
 def _number(value: object, name: str, *, least: float = 0.0) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
-        raise ValueError(f"{name}: not a number ≥ {least:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _NUMBER_MAX:
+        raise ValueError(f"{name}: not a number of {least:g} to {_NUMBER_MAX:g}")
     return float(value)
