@@ -159,6 +159,18 @@ class TestOrder:
         assert own_ms > 150
         assert long.ttft_ms < 250 + own_ms
 
+    def test_a_prompt_that_is_longer_than_the_promise_is_not_late_before_it_has_waited(self):
+        """The server promises nothing about a prompt's own length: else every long one is late when it comes, and lets others go."""
+        timed = Timed(ttft_target_ms=250.0, itl_target_ms=15.0)
+        learnt(timed)
+        timed.submit(100, max_tokens=2000)  # so that steps are short
+        timed.run_until(timed.now + 20 * MS)
+        long = timed.submit(12_000, max_tokens=2)
+        timed.run_until(timed.now + 100 * MS)
+        assert long.sequence.prefill_ns > 300 * MS
+        assert not long.sequence.is_late
+        assert timed.scheduler.promises.num_late == 0
+
     def test_what_a_request_asks_for_includes_its_own_prefill(self):
         timed = Timed(itl_target_ms=15.0)
         learnt(timed)

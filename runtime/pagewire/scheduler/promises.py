@@ -30,6 +30,9 @@ PRIORITY_NS: Final = 1_000 * MS
 """A priority of one more is due so much earlier. So priorities age: the lowest passes the highest after 200 s."""
 _GRACE_MIN_NS: Final = 1_000 * MS
 _GRACE: Final = 3
+_OWN_PART: Final = 0.25
+"""Of the server's target, at most, is kept for a prompt's own prefill when it is asked whether it is late already. So a short prompt has
+its first token in time; a long one, about whose length nothing is promised, is not late before it has waited."""
 _TRUSTED: Final = 15
 """Steps after which predictions are good enough to refuse somebody."""
 _RETRY_MS: Final = (50, 60_000)
@@ -205,7 +208,10 @@ class Promises:
         due_ns = sequence.first_token_due_ns
         if due_ns is None or sequence.is_late or sequence.first_token_ns is not None:
             return False
-        if now_ns + sequence.prefill_ns <= due_ns:
+        request, own_ns = sequence.request, sequence.prefill_ns
+        if request.wishes.ttft_ms is None:
+            own_ns = min(own_ns, _OWN_PART * (due_ns - request.arrival_ns))
+        if now_ns + own_ns <= due_ns:
             return False
         sequence.is_late = True
         self.num_late += 1
