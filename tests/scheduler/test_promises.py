@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from timed import MS, Timed
@@ -170,6 +172,22 @@ class TestOrder:
         assert long.sequence.prefill_ns > 300 * MS
         assert not long.sequence.is_late
         assert timed.scheduler.promises.num_late == 0
+
+    def test_a_giant_is_passed_for_no_longer_than_the_target(self):
+        """Its prefill takes seconds; short prompts that come more than the target later wait for it, or beside it."""
+        timed = Timed(ttft_target_ms=250.0, itl_target_ms=15.0)
+        learnt(timed)
+        timed.submit(100, max_tokens=4000)
+        timed.run_until(timed.now + 20 * MS)
+        begun = timed.now
+        giant = timed.submit(40_000, max_tokens=2)
+        while not giant.token_ns and timed.now < begun + 20_000 * MS:
+            with contextlib.suppress(Overloaded):
+                timed.submit(400, max_tokens=2)
+            timed.run_until(timed.now + 25 * MS)
+        assert giant.sequence.prefill_ns / MS > 1000
+        assert giant.sequence.due_ns == giant.sequence.request.arrival_ns + 500 * MS
+        assert giant.ttft_ms < 1_000 + 1.5 * giant.sequence.prefill_ns / MS
 
     def test_what_a_request_asks_for_includes_its_own_prefill(self):
         timed = Timed(itl_target_ms=15.0)

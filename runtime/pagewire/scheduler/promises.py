@@ -4,7 +4,7 @@
     waiting, the earliest due first │ late: lets those go first who can still be in time, once (`grace_of`)
 
 A promise of the server (`ttft_target_ms`) is about its queue: a request is refused if it would *wait* longer than that, and it is
-due so much after its arrival and the time that its own prefill takes. So short prompts pass a long one that has time: in the
+due so much after its arrival and the time that its own prefill takes, at most twice as much. So short prompts pass a long one that has time: in the
 simulator, at 45 chat requests a second, half as many are refused. A promise that the client asks for (`ttft_ms`) is about
 the request: its own prefill counts as well.
 """
@@ -113,7 +113,7 @@ class Promises:
         own_ns = self._own_ns(num_uncached, int(request.prompt_ids.size))
         due_ns = first_token_due_ns or arrival + PATIENCE_NS
         if first_token_due_ns is not None and wishes.ttft_ms is None:
-            due_ns += int(own_ns)
+            due_ns += int(min(own_ns, ttft_ms * MS))  # a giant is not passed for ever
         if deadline_ns is not None:
             due_ns = min(due_ns, deadline_ns)
         due_ns = max(0, due_ns - request.priority * PRIORITY_NS)
