@@ -155,9 +155,12 @@ def break_things():
 
 
 if __name__ == "__main__":
-    # Instead of the module that imports torch.
+    # Instead of the module that imports torch; and instead of torch, of which others only ask which card there is. To
+    # import it costs more than all else that a start does, and tests start many servers.
     load = types.ModuleType("pagewire.engine.load")
     load.load_worker = load_worker
-    sys.modules["pagewire.engine.load"] = load
+    torch = types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace(is_available=lambda: False)
+    sys.modules |= {"pagewire.engine.load": load, "torch": torch}
     break_things()
     sys.exit(engine_main.main())
