@@ -28,8 +28,10 @@ help: ## this list
 demo: $(SERVE) $(MODEL) ## serve the demo model, stream one answer, say how fast; PROMPT="…" asks something else
 	@PAGEWIRE_PROMPT='$(subst ','\'',$(value PROMPT))'; $(BIN)/python -m pagewire.cli.main demo -- "$$PAGEWIRE_PROMPT"
 
+# Bytecode is written, whatever the caller's environment says: tests start more than a hundred processes, which import the
+# same files.
 test: $(INSTALL) $(MODEL) ## all tests but the soaks
-	$(BIN)/python -m pytest -q -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(INSTALL) ## linter, formatter, types, import ladder, no pickle
 	$(BIN)/ruff check .
