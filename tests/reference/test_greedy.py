@@ -48,7 +48,9 @@ async def test_greedy_tokens_equal_those_of_transformers():
     rows = load()
     assert len(rows) == 64
     assert max(len(row["prompt"]) for row in rows) == 4000
-    async with Engine(demo_model(), max_rows=64, max_step_tokens=512, threads=1) as engine:  # tests run two at a time
+    # One thread: others run at the same time. They may also make seconds of a step into more than a stall's usual limit.
+    options = {"max_rows": 64, "max_step_tokens": 512, "threads": 1, "stall_timeout_ms": 120_000}
+    async with Engine(demo_model(), **options) as engine:
         streams = [
             engine.generate(row["prompt"], max_tokens=64, temperature=0, ignore_eos=True, echo_text=False)
             for row in rows
