@@ -18,7 +18,7 @@ def llm():
     if spec is None:
         pytest.skip("the demo model is not installed")
     path = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    with pagewire.LLM(path, kv_bytes=2**27, max_model_len=1024, deterministic=True) as llm:
+    with pagewire.LLM(path, kv_bytes=2**27, max_model_len=1024, deterministic=True, stall_timeout_ms=120_000) as llm:
         yield llm
 
 
