@@ -133,7 +133,7 @@ async def test_arrivals_do_not_wait_for_those_before(workload):
 
 
 def test_the_whole_way():
-    flags = ["--device", "cpu", "--tiny", "--max-rows", "8", "--seconds", "1", "--ramp", "0.2", "--json"]
+    flags = ["--device", "cpu", "--tiny", "--max-rows", "8", "--seconds", "2", "--ramp", "0.2", "--json"]
     command = [sys.executable, str(PERF / "serve.py"), *flags, "--closed", "3", "--poisson", "6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
