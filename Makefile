@@ -28,10 +28,12 @@ help: ## this list
 demo: $(SERVE) $(MODEL) ## serve the demo model, stream one answer, say how fast; PROMPT="…" asks something else
 	@PAGEWIRE_PROMPT='$(subst ','\'',$(value PROMPT))'; $(BIN)/python -m pagewire.cli.main demo -- "$$PAGEWIRE_PROMPT"
 
-# Bytecode is written, whatever the caller's environment says: tests start more than a hundred processes, which import the
-# same files.
+# Three tests at a time, also where there are two cores: many of them wait. So each process computes with one thread; two of
+# them would wait for each other, busily. Bytecode is written, whatever the environment says: more than a hundred processes
+# are started, which import the same files.
 test: $(INSTALL) $(MODEL) ## all tests but the soaks
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak" \
+		-n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(INSTALL) ## linter, formatter, types, import ladder, no pickle
 	$(BIN)/ruff check .
