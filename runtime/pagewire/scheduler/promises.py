@@ -5,7 +5,7 @@
 
 A promise of the server (`ttft_target_ms`) is about its queue: a request is refused if it would *wait* longer than that, and it is
 due so much after its arrival and the time that its own prefill takes, at most twice as much. So short prompts pass a long one that has time: in the
-simulator, at 45 chat requests a second, half as many are refused. A promise that the client asks for (`ttft_ms`) is about
+simulator, at 45 chat requests a second, a third fewer are refused. A promise that the client asks for (`ttft_ms`) is about
 the request: its own prefill counts as well.
 """
 

@@ -114,7 +114,7 @@ class CudaDevice:
     def capture(self, work: Callable[[], None], *, is_launched: bool = True) -> Callable[[], None]:
         """See `Device`. `torch.cuda.graph` was rejected: it collects garbage before each of dozens of captures.
 
-        The first launch of a graph takes the host some 20 ms more, on an H200 and with hundreds of kernels: here, and not in a step.
+        In a recording of an H200 the first step in each graph took some 20 ms more, most likely its first launch: so it is launched here.
         """
         graph = torch.cuda.CUDAGraph()
         with self.computing():
