@@ -15,8 +15,8 @@ there is always a next one queued. Launching, which happens while the step befor
 (`cost_buckets`). All coefficients are ≥ 0: more work never takes less time, which
 is what lets a planner search for the largest chunk that fits.
 
-How it is learnt. Least squares of the relative error with slow forgetting, kept as two 8 × 8 systems, one of the steps
-with prefill and one of those without: an hour of pure decode does not make prefill forgotten. Each new step moves a few
+How it is learnt. Least squares of the relative error with slow forgetting, kept as two 8 × 8 systems (`cost_sums`), one of the
+steps with prefill and one of those without: an hour of pure decode does not make prefill forgotten. Each new step moves a few
 coordinates to their optimum (Gauss–Seidel, clipped at 0). Steps that are far off their prediction, as errors go, count
 less (Huber): a pause of the host is no news about the card. Where nothing was seen, the prior stands.
 
@@ -32,13 +32,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from pagewire.scheduler.cost_buckets import BucketCosts
 from pagewire.scheduler.cost_prior import PRIOR, Coefficients
+from pagewire.scheduler.cost_sums import DecayingSums
 from pagewire.step.step import StepPlan
-
-_Vector = npt.NDArray[np.float64]
 
 _NUM: Final = 8
 _MEMORY: Final = 2000
@@ -138,13 +136,11 @@ class CostModel:
         assert prior.values[0] > 0
         self._sizes = BucketCosts(buckets, buckets if mixed_buckets is None else mixed_buckets)
         self._knot = prior.knot
-        self._theta: _Vector = np.array(prior.values, np.float64)
         self._c: list[float] = list(prior.values)
-        self._anchor = self._theta.copy()
+        self._anchor = self._c.copy()
         self._set_anchor_weights()
         self._set_formula()
-        self._systems = (np.zeros((_NUM, _NUM)), np.zeros((_NUM, _NUM)))  # of steps without and with prefill
-        self._sides: tuple[_Vector, _Vector] = (np.zeros(_NUM), np.zeros(_NUM))
+        self._sums = DecayingSums(_NUM), DecayingSums(_NUM)  # of steps without and with prefill
         self._next = 0
         self._first_ratios: list[float] = []
         self.num_observed = 0
@@ -232,7 +228,7 @@ class CostModel:
         self._note_error(relative, size, duration_ns / predicted - 1)
         if self.num_observed % _ANCHOR_EVERY == 0:
             # What is not seen any more stays as it was last seen, and does not creep back to the first prior.
-            self._anchor = self._theta.copy()
+            self._anchor = self._c.copy()
         limit = _HUBER * self.spread
         times = 1
         if not work.prefill_tokens and size <= limit and self.num_observed > _FIRST:
@@ -242,46 +238,38 @@ class CostModel:
         self._learn(work, duration_ns, scale, 1.0 if size <= limit else limit / size, times)
 
     def _learn(self, work: StepWork, duration_ns: float, scale: float, belief: float, times: int) -> None:
-        x = self._features(work)
-        system, side = self._systems[work.prefill_tokens > 0], self._sides[work.prefill_tokens > 0]
-        system *= 1 - times / _MEMORY
-        side *= 1 - times / _MEMORY
-        weighted = x * (belief * times / (scale * scale))
-        system += weighted[:, None] * x
-        side += weighted * duration_ns
+        sums = self._sums[work.prefill_tokens > 0]
+        sums.add(self._features(work), duration_ns, belief * times / (scale * scale), 1 - times / _MEMORY)
         self._improve(_COORDINATES)
         self._set_formula()
         beside = self._beside_size(work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.decode_kv)
         self._sizes.learn(work.prefill_tokens, work.decode_rows, duration_ns - beside, belief)
 
-    def _features(self, work: StepWork) -> _Vector:
+    def _features(self, work: StepWork) -> list[float]:
         tokens = self.padded(work.prefill_tokens, work.decode_rows)
-        return np.array(
-            (
-                1.0,
-                tokens / 256.0,
-                max(0.0, tokens - self._knot) / 256.0,
-                1.0 if work.prefill_tokens else 0.0,
-                work.prefill_tokens / 256.0,
-                work.prefill_pairs / 1e6,
-                work.decode_rows / 64.0,
-                work.decode_kv / 1e5,
-            )
-        )
+        return [
+            1.0,
+            tokens / 256.0,
+            max(0.0, tokens - self._knot) / 256.0,
+            1.0 if work.prefill_tokens else 0.0,
+            work.prefill_tokens / 256.0,
+            work.prefill_pairs / 1e6,
+            work.decode_rows / 64.0,
+            work.decode_kv / 1e5,
+        ]
 
     def _improve(self, num: int) -> None:
         """Move the next `num` coordinates to where the others want them, 0 or more."""
-        theta, c = self._theta, self._c
-        system = self._systems[0] + self._systems[1]
-        side = self._sides[0] + self._sides[1]
+        c, (without, with_prefill) = self._c, self._sums
         for _ in range(num):
             j = self._next
             self._next = (j + 1) % _NUM
-            row, weight = system[j], self._anchor_weights[j]
-            own = float(row[j]) + weight
-            pull = float(side[j] - row.dot(theta)) + weight * (float(self._anchor[j]) - c[j])
+            own_a, pull_a = without.pull(j, c)
+            own_b, pull_b = with_prefill.pull(j, c)
+            weight = self._anchor_weights[j]
+            pull = pull_a + pull_b + weight * (self._anchor[j] - c[j])
             least = 1.0 if j == 0 else 0.0
-            theta[j] = c[j] = max(least, c[j] + pull / own)
+            c[j] = max(least, c[j] + pull / (own_a + own_b + weight))
 
     def _note_error(self, relative: float, size: float, excess: float) -> None:
         self.spread = max(_SPREAD_MIN, self.spread * (1.03 if size > self.spread else 1 / 1.03))
@@ -307,9 +295,8 @@ class CostModel:
         self._first_ratios = [ratio / factor for ratio in ratios]
         if 0.67 < factor < 1.5:
             return predicted
-        self._theta *= factor
-        self._c = self._theta.tolist()
-        self._anchor = self._theta.copy()
+        self._c = [c * factor for c in self._c]
+        self._anchor = self._c.copy()
         self._set_anchor_weights()
         self._set_formula()
         return self.predict(work)
@@ -319,8 +306,8 @@ class CostModel:
         self._sizes.set_formula(c[0], c[1] / 256.0, c[2] / 256.0, self._knot)
 
     def _set_anchor_weights(self) -> None:
-        typical = np.maximum(self._anchor, max(1.0, 1e-3 * float(self._anchor[0])))
-        self._anchor_weights: list[float] = (_PRIOR_WEIGHT / typical**2).tolist()
+        least = max(1.0, 1e-3 * self._anchor[0])
+        self._anchor_weights = [_PRIOR_WEIGHT / max(anchor, least) ** 2 for anchor in self._anchor]
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -370,7 +357,6 @@ class CostModel:
         """Raise AssertionError where something is not a number, or below 0."""
         assert all(math.isfinite(c) and c >= 0 for c in self._c), self._c
         assert self._c[0] > 0
-        assert self._c == self._theta.tolist()
         self._sizes.check_invariants()
         assert 0 <= self.margin <= _MARGIN_MAX
         assert self.spread >= _SPREAD_MIN
