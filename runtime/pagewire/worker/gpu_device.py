@@ -118,8 +118,7 @@ class CudaDevice:
         """
         graph = torch.cuda.CUDAGraph()
         with self.computing():
-            work()  # loads kernels, which a capture may not
-            self._compute.synchronize()
+            work()  # loads kernels, which a capture may not; the card computes it while the host captures
             graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
             try:
                 work()
