@@ -20,10 +20,10 @@ import triton
 from report import Report
 
 from pagewire_kernels.activation import silu_mul
-from pagewire_kernels.decode_plan import STRAIGHT_ROWS, DecodePlan, plan_decode, straight_tiling
+from pagewire_kernels.decode_plan import DecodePlan, plan_decode, straight_tiling
 from pagewire_kernels.kv_write import rope_write_kv
 from pagewire_kernels.paged_decode import paged_decode
-from pagewire_kernels.paged_prefill import LONG, SHORT, PrefillPlan, paged_prefill, plan_prefill
+from pagewire_kernels.paged_prefill import LONG, SHORT, PrefillPlan, paged_prefill, plan_prefill, tiling_for
 from pagewire_kernels.rms_norm import rms_norm
 
 DEVICE = "cuda"
@@ -59,6 +59,8 @@ PREFILL = {
     "8b prefill bf16, 4x512": ("8b", [(512, 0)] * 4, SHORT),
     "8b prefill bf16, 4x512, long tiles": ("8b", [(512, 0)] * 4, LONG),
     "slice70b chunk of 512 after 7,680 cached": ("slice70b", [(512, 7680)], LONG),
+    "8b prefill bf16, 2x78": ("8b", [(78, 0)] * 2, tiling_for(256, DTYPE, D)),
+    "8b prefill bf16, 2x78, long tiles": ("8b", [(78, 0)] * 2, LONG),
 }
 
 
@@ -92,7 +94,10 @@ def main() -> None:
         decode(recorder, case, *shape, dtype=torch.float8_e4m3fn)
     for case, shape in PREFILL.items():
         prefill(recorder, case, *shape)
-    prefill(recorder, "8b chunk of 512 after 7,680 cached, fp8", "8b", [(512, 7680)], LONG, dtype=torch.float8_e4m3fn)
+    fp8 = torch.float8_e4m3fn
+    for model in MODELS:
+        case = f"{model} chunk of 512 after 7,680 cached, fp8"
+        prefill(recorder, case, model, [(512, 7680)], tiling_for(512, fp8, D), dtype=fp8)
     for model in MODELS:
         for tokens in (1, 512):
             rows(recorder, model, tokens)
@@ -112,6 +117,7 @@ def main() -> None:
 def time_graph(launch, count: int) -> float:
     """Microseconds of one of `count` equal parts of what `launch` launches, in a replayed graph."""
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # what is read was made on another stream
     with torch.cuda.stream(stream):
         launch()
         torch.cuda.synchronize()
@@ -189,7 +195,7 @@ def decode(recorder, case, model, batch, context, layers, dtype=DTYPE):
     scales = scales_of(kv_heads, dtype)
     q = torch.randn(batch, heads, D, device=DEVICE, dtype=DTYPE)
     lens = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
-    straight = straight_tiling(dtype, D, heads // kv_heads, DEVICE) if batch >= STRAIGHT_ROWS else None
+    straight = straight_tiling(dtype, D, heads // kv_heads, DEVICE, num_units=batch * kv_heads)
     plan = DecodePlan(
         max_rows=batch, num_heads=heads, num_kv_heads=kv_heads, head_dim=D, device=DEVICE, tiling=straight
     )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from pagewire_kernels import paged_decode_narrow
-
-STRAIGHT_ROWS = 16
-"""See `straight_tiling`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +26,49 @@ class DecodeTiling:
     merge: int = 128
     """Heads × partials merged at once: more loads in flight for a long context alone, until registers spill."""
     straight: bool = False
-    """K and V of 8 bits go straight into registers (`paged_decode_narrow`, Hopper); tiles have 16 positions, programs one warp."""
+    """K and V of 8 bits go straight into registers (`paged_decode_narrow`, Hopper); tiles have 16 positions a warp."""
     max_registers: int | None = None
     """Of a thread, where `straight`."""
 
 
+_FEW_UNITS = 64
+_STRAIGHT = tuple(
+    DecodeTiling(
+        block_n=paged_decode_narrow.BLOCK_N * warps,
+        num_warps=warps,
+        min_share=min_share,
+        straight=True,
+        max_registers=registers,
+    )
+    for warps, min_share, registers in ((4, 1, None), (2, 2, None), (1, 4, 168))
+)
+"""For few units, for some, for many."""
+
+
 def straight_tiling(
-    kv_dtype: torch.dtype, head_dim: int, group: int, device: torch.device | str, *, min_share: int = 4
+    kv_dtype: torch.dtype, head_dim: int, group: int, device: torch.device | str, *, num_units: int
 ) -> DecodeTiling | None:
     """The tiling whose 8-bit K and V go straight into registers; None where that cannot be.
 
-    It is faster from about `STRAIGHT_ROWS` rows on: the last program to arrive, a single warp, merges more partials.
+    Args:
+        kv_dtype: of the cache.
+        head_dim: values of a head.
+        group: query heads of a KV head.
+        device: where.
+        num_units: rows × KV heads of a step, at most. What a split unit costs, more warps save; it grows with the group.
     """
     device = torch.device(device)
     if kv_dtype != torch.float8_e4m3fn or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     if head_dim != paged_decode_narrow.HEAD_DIM or group > paged_decode_narrow.MOST_HEADS:
         return None
+    few, some, many = _STRAIGHT
+    tiling = few if num_units < _FEW_UNITS else some if num_units <= 64 * group else many
+    # Of single warps 12 with 168 registers run at once on a multiprocessor; 8 with 255, 16 with 128 and 10, which do not divide by its four
+    # parts, are slower there. Of the others 8 warps with all registers are as fast or faster.
+    warps = 12 if tiling is many else 8
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    # 12 warps of 168 registers run at once on a multiprocessor; 8 of 255, 16 of 128 and 10, which do not divide by its four parts, are slower.
-    return DecodeTiling(
-        block_n=paged_decode_narrow.BLOCK_N,
-        num_warps=1,
-        num_programs=12 * multiprocessors,
-        min_share=min_share,
-        straight=True,
-        max_registers=168,
-    )
+    return replace(tiling, num_programs=warps // tiling.num_warps * multiprocessors)
 
 
 class DecodePlan:

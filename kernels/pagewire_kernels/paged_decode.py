@@ -125,7 +125,7 @@ def paged_decode(
     if t.straight:
         if t.max_registers:
             options["maxnreg"] = t.max_registers
-        paged_decode_narrow_kernel[(plan.num_programs,)](*arguments, **options)
+        paged_decode_narrow_kernel[(plan.num_programs,)](*arguments, **options, NUM_WARPS=t.num_warps)
         return
     _paged_decode_kernel[(plan.num_programs,)](
         *arguments,

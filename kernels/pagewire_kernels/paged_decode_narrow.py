@@ -9,8 +9,12 @@ memory, since the order in which a product sums over its inner dimension, and th
     values   o = p · v      the columns are d. Lane g of eight takes 16 consecutive bytes of a position's V and calls them columns
                             g, g + 8, …, g + 120. What is written out is put back into order.
 
-So every load has 16 bytes, eight lanes read whole lines, and widening to fp16 is the only work between a load and the product. Programs are
-single warps, many a multiprocessor, each one tile ahead in its loads: no barrier, nothing is shared until partials are merged.
+So every load has 16 bytes, eight lanes read whole lines, and widening to fp16 is the only work between a load and the product. A warp takes 16
+positions of each tile, one tile ahead in its loads: in the loop nothing is shared and nobody waits for anybody.
+
+A program has 1, 2 or 4 warps, each a flash attention of its own over its part of the tiles; at the end of a unit the warps' sums are added
+through shared memory. One warp costs no such addition, and is best where a program meets many units. Where units are fewer than programs,
+each is split among many, and what it costs to write partials and to merge them counts: four warps leave a quarter of these.
 """
 
 from __future__ import annotations
@@ -39,6 +43,27 @@ def _wait_for_kernel_before():
 def _let_kernel_behind_come():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _bases_of_warps(num_warps):
+    """Each warp has one index of the first of three dimensions."""
+    return [[1 << bit, 0, 0] for bit in range(num_warps.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def _layout_of_sums(num_warps):
+    """[warps, 16, 128]: of a single warp as the product leaves them, in order; of several each has a part of the rows of all."""
+    in_row = [[0, 0, 1 << bit] for bit in range(7)]
+    if num_warps == 1:
+        lanes = [*in_row[5:], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+        return gl.DistributedLinearLayout([*in_row[:5], [0, 8, 0]], lanes, [], [], [1, 16, 128])
+    rows = [[0, 1 << bit, 0] for bit in range(4)]
+    of_warps = _bases_of_warps(num_warps)
+    n = len(of_warps)
+    return gl.DistributedLinearLayout(
+        [*in_row[:2], *of_warps, *rows[n:]], in_row[2:], rows[:n], [], [num_warps, 16, 128]
     )
 
 
@@ -76,22 +101,35 @@ def paged_decode_narrow_kernel(
     NUM_PROGRAMS: gl.constexpr,
     OFFSET: gl.constexpr,
     DEPENDENT: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
 ) -> None:
+    W: gl.constexpr = NUM_WARPS
     M: gl.constexpr = 16
     N: gl.constexpr = 16
     D: gl.constexpr = 128
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    OF_WARPS: gl.constexpr = _bases_of_warps(W)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     K_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [], [], [16, 32]
+        [[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 8, 0]],
+        [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        OF_WARPS,
+        [],
+        [W, 16, 32],
     )
     V_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [4, 0]], [[1, 0], [2, 0], [0, 4], [0, 8], [0, 16]], [], [], [8, 32]
+        [[0, 0, 1], [0, 0, 2], [0, 4, 0]],
+        [[0, 1, 0], [0, 2, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
+        OF_WARPS,
+        [],
+        [W, 8, 32],
     )
-    O_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]], [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]], [], [], [16, 128]
-    )
+    O_LAYOUT: gl.constexpr = _layout_of_sums(W)
+    SUMS: gl.constexpr = gl.SliceLayout(0, O_LAYOUT)
+    K_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, K_LAYOUT))
+    V_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, V_LAYOUT))
+    TILE: gl.constexpr = W * N
     if DEPENDENT:
         _let_kernel_behind_come()
     pid = gl.program_id(0)
@@ -104,17 +142,22 @@ def paged_decode_narrow_kernel(
     tile = pid * share
     end = gl.minimum(tile + share, total)
 
-    q_m = gl.arange(0, M, gl.SliceLayout(1, LEFT))
-    q_d = _memory_of_inner(gl.arange(0, D, gl.SliceLayout(0, LEFT)))
-    k_n = gl.arange(0, N, gl.SliceLayout(1, K_LAYOUT))
-    k_w = gl.arange(0, D // 4, gl.SliceLayout(0, K_LAYOUT))
-    v_n = 2 * gl.arange(0, N // 2, gl.SliceLayout(1, V_LAYOUT))
-    v_w = gl.arange(0, D // 4, gl.SliceLayout(0, V_LAYOUT))
-    s_n = gl.arange(0, N, gl.SliceLayout(0, MMA))
-    o_m = gl.arange(0, M, gl.SliceLayout(1, O_LAYOUT))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))
-    k_within = k_n[:, None] * (D // 4) + k_w[None, :]
-    v_within = v_n[:, None] * (D // 4) + v_w[None, :]
+    q_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None]
+    q_m = gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))[None, :, None]
+    q_d = _memory_of_inner(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, LEFT))))[None, None, :]
+    w = gl.arange(0, W, K_WARP)
+    k_n = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, K_LAYOUT)))[None, :, None]
+    k_w = gl.arange(0, D // 4, gl.SliceLayout(0, gl.SliceLayout(1, K_LAYOUT)))[None, None, :]
+    v_n = 2 * gl.arange(0, N // 2, gl.SliceLayout(0, gl.SliceLayout(2, V_LAYOUT)))[None, :, None]
+    v_w = gl.arange(0, D // 4, gl.SliceLayout(0, gl.SliceLayout(1, V_LAYOUT)))[None, None, :]
+    k_within = k_n * (D // 4) + k_w
+    v_within = v_n * (D // 4) + v_w
+    k_n = k_n + N * gl.arange(0, W, K_WARP)[:, None, None]
+    v_n = v_n + N * gl.arange(0, W, V_WARP)[:, None, None]
+    s_n = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
+    s_n = s_n + N * gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
+    o_m = gl.arange(0, M, gl.SliceLayout(1, SUMS))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, SUMS))
     while tile < end:
         start = gl.load(tile_starts_ptr + row)
         row_tiles = gl.load(tile_starts_ptr + row + 1) - start
@@ -129,55 +172,66 @@ def paged_decode_narrow_kernel(
         lowest = 0
         if WINDOW > 0:
             lowest = gl.maximum(seq_len - WINDOW, 0)
-        tile_0 = lowest // N
+        tile_0 = lowest // TILE
 
-        # ---- attend to the tiles [first, last) of this unit
-        q_at = q_ptr + row.to(gl.int64) * q_stride + (head * GROUP + q_m)[:, None] * D + q_d[None, :]
-        q = gl.load(q_at, mask=(q_m < GROUP)[:, None], other=0.0).to(gl.float16)
+        # ---- attend to the tiles [first, last) of this unit, each warp to its 16 positions of each
+        q_at = q_ptr + row.to(gl.int64) * q_stride + (head * GROUP + q_m) * D + q_d + q_w * 0
+        q = gl.load(q_at, mask=q_m < GROUP, other=0.0).to(gl.float16)
         s_scale = scale
         if HAS_SCALES:
             s_scale = scale * gl.load(k_scale_ptr + head)
         table_at = tables_ptr + table_row.to(gl.int64) * tables_stride
-        stop = gl.minimum(seq_len, (tile_0 + last) * N)
-        pos = (tile_0 + first) * N
-        at = _tile_at(table_at, pos, head, NUM_KV_HEADS, BLOCK_SIZE, D // 4, OFFSET)
-        k = gl.load(k_ptr + at + k_within)
-        v_even = gl.load(v_ptr + at + v_within, mask=(pos + v_n < seq_len)[:, None], other=0)
-        v_odd = gl.load(v_ptr + at + v_within + D // 4, mask=(pos + v_n + 1 < seq_len)[:, None], other=0)
+        stop = gl.minimum(seq_len, (tile_0 + last) * TILE)
+        pos = (tile_0 + first) * TILE
+        at = _tile_at(table_at, gl.minimum(pos + N * w, stop - 1), head, NUM_KV_HEADS, BLOCK_SIZE, D // 4, OFFSET)
+        at_v = gl.convert_layout(at, V_WARP)[:, None, None]
+        k = gl.load(k_ptr + at[:, None, None] + k_within, mask=pos + k_n < stop, other=0)
+        v_even = gl.load(v_ptr + at_v + v_within, mask=pos + v_n < stop, other=0)
+        v_odd = gl.load(v_ptr + at_v + v_within + D // 4, mask=pos + v_n + 1 < stop, other=0)
         # Where the next tile lies is known one tile before its loads, so that these wait for nothing.
-        at = _tile_at(table_at, gl.minimum(pos + N, stop - 1), head, NUM_KV_HEADS, BLOCK_SIZE, D // 4, OFFSET)
-        m_i = gl.full([M], -1e30, gl.float32, gl.SliceLayout(1, MMA))
-        l_i = gl.full([M], 0.0, gl.float32, gl.SliceLayout(1, MMA))
-        acc = gl.full([M, D], 0.0, gl.float32, MMA)
+        at = _tile_at(
+            table_at, gl.minimum(pos + TILE + N * w, stop - 1), head, NUM_KV_HEADS, BLOCK_SIZE, D // 4, OFFSET
+        )
+        m_i = gl.full([W, M], -1e30, gl.float32, gl.SliceLayout(2, MMA))
+        l_i = gl.full([W, M], 0.0, gl.float32, gl.SliceLayout(2, MMA))
+        acc = gl.full([W, M, D], 0.0, gl.float32, MMA)
         for _ in range(first, last):
-            ahead = pos + N
-            k_next = gl.load(k_ptr + at + k_within, mask=(ahead + k_n < stop)[:, None], other=0)
-            even_next = gl.load(v_ptr + at + v_within, mask=(ahead + v_n < stop)[:, None], other=0)
-            odd_next = gl.load(v_ptr + at + v_within + D // 4, mask=(ahead + v_n + 1 < stop)[:, None], other=0)
-            at = _tile_at(table_at, gl.minimum(ahead + N, stop - 1), head, NUM_KV_HEADS, BLOCK_SIZE, D // 4, OFFSET)
-            s = mma_v2(q, _inner_of(k, RIGHT), gl.full([M, N], 0.0, gl.float32, MMA)) * s_scale
+            ahead = pos + TILE
+            at_v = gl.convert_layout(at, V_WARP)[:, None, None]
+            k_next = gl.load(k_ptr + at[:, None, None] + k_within, mask=ahead + k_n < stop, other=0)
+            even_next = gl.load(v_ptr + at_v + v_within, mask=ahead + v_n < stop, other=0)
+            odd_next = gl.load(v_ptr + at_v + v_within + D // 4, mask=ahead + v_n + 1 < stop, other=0)
+            at = _tile_at(
+                table_at, gl.minimum(ahead + TILE + N * w, stop - 1), head, NUM_KV_HEADS, BLOCK_SIZE, D // 4, OFFSET
+            )
+            s = mma_v2(q, _inner_of(k, W, RIGHT), gl.full([W, M, N], 0.0, gl.float32, MMA)) * s_scale
             if HAS_SOFT_CAP:
                 s = soft_cap * 1.4426950408889634 * _tanh(s / soft_cap)
             seen = pos + s_n < seq_len
             if WINDOW > 0:
                 seen = seen & (pos + s_n >= lowest)
-            s = gl.where(seen[None, :], s, -1e30)
-            m_new = gl.maximum(m_i, gl.max(s, 1))
-            p = gl.exp2(s - m_new[:, None])
+            s = gl.where(seen, s, -1e30)
+            m_new = gl.maximum(m_i, gl.max(s, 2))
+            p = gl.exp2(s - m_new[:, :, None])
             alpha = gl.exp2(m_i - m_new)
-            l_i = l_i * alpha + gl.sum(p, 1)
-            values = _columns_of(v_even, v_odd, RIGHT)
-            acc = mma_v2(gl.convert_layout(p.to(gl.float16), LEFT), values, acc * alpha[:, None])
+            l_i = l_i * alpha + gl.sum(p, 2)
+            values = _columns_of(v_even, v_odd, W, RIGHT)
+            acc = mma_v2(gl.convert_layout(p.to(gl.float16), LEFT), values, acc * alpha[:, :, None])
             m_i = m_new
             k, v_even, v_odd, pos = k_next, even_next, odd_next, ahead
         if HAS_SCALES:
             acc = acc * gl.load(v_scale_ptr + head)
 
         # ---- write the unit out, or leave a partial
-        m_o = gl.convert_layout(m_i, gl.SliceLayout(1, O_LAYOUT))
-        l_o = gl.convert_layout(l_i, gl.SliceLayout(1, O_LAYOUT))
-        sums = gl.reshape(gl.permute(gl.reshape(acc, [M, D // 8, 8]), [0, 2, 1]), [M, D])
+        sums = gl.reshape(gl.permute(gl.reshape(acc, [W, M, D // 8, 8]), [0, 1, 3, 2]), [W, M, D])
         sums = gl.convert_layout(sums, O_LAYOUT)
+        m_w = gl.convert_layout(m_i, gl.SliceLayout(2, O_LAYOUT))
+        m_o = gl.max(m_w, 0)
+        weight = gl.exp2(m_w - gl.expand_dims(m_o, 0))
+        l_o = gl.sum(gl.convert_layout(l_i, gl.SliceLayout(2, O_LAYOUT)) * weight, 0)
+        sums = gl.sum(sums * weight[:, :, None], 0)
+        m_o = gl.convert_layout(m_o, gl.SliceLayout(1, SUMS))
+        l_o = gl.convert_layout(l_o, gl.SliceLayout(1, SUMS))
         out_at = out_ptr + row.to(gl.int64) * out_stride + (head * GROUP + o_m)[:, None] * D + o_d[None, :]
         if last - first == row_tiles:
             gl.store(out_at, (sums / l_o[:, None]).to(out_ptr.dtype.element_ty), mask=(o_m < GROUP)[:, None])
@@ -195,7 +249,7 @@ def paged_decode_narrow_kernel(
             arrived = gl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel", scope="gpu")
             if arrived == p_last - p_first:
                 rows_at = out_ptr + row.to(gl.int64) * out_stride + head * (GROUP * D)
-                _merge(rows_at, acc_ptr, max_sum_ptr, p_first, p_last, GROUP, BLOCK_G, D)
+                _merge(rows_at, acc_ptr, max_sum_ptr, p_first, p_last, GROUP, BLOCK_G, D, W)
                 gl.store(arrivals_ptr + unit, 0)
         tile += last - first
         if (head == NUM_KV_HEADS - 1) & (last == row_tiles):
@@ -204,7 +258,7 @@ def paged_decode_narrow_kernel(
                 while gl.load(lens_ptr + row) == 0:
                     row += 1
     if num_empty > 0:
-        zeros = gl.full([M, D], 0.0, gl.float32, O_LAYOUT).to(out_ptr.dtype.element_ty)
+        zeros = gl.full([M, D], 0.0, gl.float32, SUMS).to(out_ptr.dtype.element_ty)
         for empty in range(pid, num_rows, NUM_PROGRAMS):
             if gl.load(lens_ptr + empty) == 0:
                 for of_head in range(NUM_KV_HEADS):
@@ -224,10 +278,11 @@ def _merge(
     GROUP: gl.constexpr,
     BLOCK_G: gl.constexpr,
     D: gl.constexpr,
+    W: gl.constexpr,
 ):
     """Merge the partials of the programs p_first … p_last, in their order, as many at once as registers hold."""
-    AT_ONCE: gl.constexpr = 32 // BLOCK_G
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 1, 1], [2, 1, 0])
+    AT_ONCE: gl.constexpr = 32 * W // BLOCK_G
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, W, 1], [2, 1, 0])
     PARTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     SUMS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
@@ -271,8 +326,8 @@ def _memory_of_inner(i):
 
 
 @gluon.jit
-def _inner_of(k, LAYOUT: gl.constexpr):
-    """K as loaded, words of 4 bytes [N, 32], as the right operand [128, N] in fp16. Nothing moves: names of registers change."""
+def _inner_of(k, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """K as loaded, words of 4 bytes [W, N, 32], as the right operands [W, 128, N] in fp16. Nothing moves: names of registers change."""
     b0, b1, b2, b3 = gl.inline_asm_elementwise(
         """
         {
@@ -292,14 +347,14 @@ def _inner_of(k, LAYOUT: gl.constexpr):
         pack=1,
     )
     both = gl.join(gl.join(b0, b1), gl.join(b2, b3))
-    parts = gl.reshape(both, [16, 2, 4, 4, 2, 2])  # word = 16 r₄ + 4 c + r₃ r₂; in it e, r₁: d = 4 word + 2 r₁ + e
-    ordered = gl.permute(parts, [1, 3, 5, 2, 4, 0])  # inner = 64 r₄ + 16 (r₃ r₂) + 8 r₁ + 2 c + e
-    return gl.convert_layout(gl.reshape(ordered, [128, 16]), LAYOUT)
+    parts = gl.reshape(both, [W, 16, 2, 4, 4, 2, 2])  # word = 16 r₄ + 4 c + r₃ r₂; in it e, r₁: d = 4 word + 2 r₁ + e
+    ordered = gl.permute(parts, [0, 2, 4, 6, 3, 5, 1])  # inner = 64 r₄ + 16 (r₃ r₂) + 8 r₁ + 2 c + e
+    return gl.convert_layout(gl.reshape(ordered, [W, 128, 16]), LAYOUT)
 
 
 @gluon.jit
-def _columns_of(even, odd, LAYOUT: gl.constexpr):
-    """V as loaded, words of even and of odd positions [N / 2, 32], as the right operand [N, 128] with columns 8 t + g of d = 16 g + t.
+def _columns_of(even, odd, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """V as loaded, words of even and of odd positions [W, N / 2, 32], as the right operands [W, N, 128] with columns 8 t + g of d = 16 g + t.
 
     The instruction wants values of two positions in a register: bytes are exchanged, then widened.
     """
@@ -330,9 +385,9 @@ def _columns_of(even, odd, LAYOUT: gl.constexpr):
     )
     low = gl.join(gl.join(e0, o0), gl.join(e1, o1))
     high = gl.join(gl.join(e2, o2), gl.join(e3, o3))
-    parts = gl.reshape(gl.join(low, high), [8, 8, 4, 2, 2, 2])  # pair, g, word of its four, odd, d bit 0, d bit 1
-    ordered = gl.permute(parts, [0, 3, 2, 5, 4, 1])
-    return gl.convert_layout(gl.reshape(ordered, [16, 128]), LAYOUT)
+    parts = gl.reshape(gl.join(low, high), [W, 8, 8, 4, 2, 2, 2])  # pair, g, word of its four, odd, d bit 0, d bit 1
+    ordered = gl.permute(parts, [0, 1, 4, 3, 6, 5, 2])
+    return gl.convert_layout(gl.reshape(ordered, [W, 16, 128]), LAYOUT)
 
 
 @gluon.jit

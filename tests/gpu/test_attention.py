@@ -144,7 +144,7 @@ def prefill_case(
     return launch, expected
 
 
-@pytest.mark.parametrize("tiling", ["LONG", "SHORT", "portable"])
+@pytest.mark.parametrize("tiling", ["LONG", "SHORT", "portable", "few"])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -167,7 +167,11 @@ def test_prefill(shape, tiling, monkeypatch):
     if tiling == "portable":
         monkeypatch.setattr(paged_prefill, "hopper", None)
         tiling = "LONG"
-    launch, expected = prefill_case(CHUNKS, tiling=getattr(paged_prefill, tiling), **shape)
+    if tiling == "few":
+        tiling = paged_prefill.tiling_for(64, torch.bfloat16, shape.get("head_dim", 128))
+    else:
+        tiling = getattr(paged_prefill, tiling)
+    launch, expected = prefill_case(CHUNKS, tiling=tiling, **shape)
     assert error(launch(), expected) < BOUND
 
 

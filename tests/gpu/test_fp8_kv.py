@@ -34,14 +34,15 @@ def caches(lens, shape, seed=0):
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"soft_cap": 3.0}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("straight", [False, True])
-def test_decode(shape, options, straight):
+@pytest.mark.parametrize("straight_for", [None, 1, 200, 10_000])
+def test_decode(shape, options, straight_for):
     from pagewire_kernels.decode_plan import DecodePlan, plan_decode, straight_tiling
     from pagewire_kernels.paged_decode import paged_decode
 
     tiling = None
-    if straight:
-        tiling = straight_tiling(torch.float8_e4m3fn, shape["head_dim"], shape["heads"] // shape["kv_heads"], "cuda")
+    if straight_for is not None:
+        group = shape["heads"] // shape["kv_heads"]
+        tiling = straight_tiling(torch.float8_e4m3fn, shape["head_dim"], group, "cuda", num_units=straight_for)
         if tiling is None:
             pytest.skip("not for this shape or card")
 
@@ -70,8 +71,9 @@ def test_decode(shape, options, straight):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_prefill(shape):
-    from pagewire_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
+@pytest.mark.parametrize("tiled_for", [256, 1024, 8192])
+def test_prefill(shape, tiled_for):
+    from pagewire_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill, tiling_for
 
     chunks = [(1, 0), (17, 0), (16, 48), (130, 700), (1, 999), (300, 5)]  # queries, cached before
     lens = [n + cached for n, cached in chunks]
@@ -82,8 +84,9 @@ def test_prefill(shape):
         starts.append(starts[-1] + n)
     q = torch.randn(starts[-1], heads, head_dim, generator=generator).bfloat16().to("cuda")
     plan = PrefillPlan(
-        max_tokens=512, max_rows=len(chunks), num_heads=heads, num_kv_heads=shape["kv_heads"], device="cuda"
-    )
+        max_tokens=512, max_rows=len(chunks), num_heads=heads, num_kv_heads=shape["kv_heads"], device="cuda",
+        tiling=tiling_for(tiled_for, torch.float8_e4m3fn, head_dim),
+    )  # fmt: skip
     out = torch.full_like(q, float("nan"))
     query_starts = torch.tensor(starts, dtype=torch.int32, device="cuda")
     plan_prefill(plan, query_starts)

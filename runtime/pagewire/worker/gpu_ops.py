@@ -19,7 +19,7 @@ from pagewire_kernels.block_copy import BlockPools, copy_blocks
 from pagewire_kernels.kv_write import rope_write_kv
 from pagewire_kernels.linear import gated_fp8, linear, linear_fp8, scratch_for
 from pagewire_kernels.paged_decode import paged_decode
-from pagewire_kernels.paged_prefill import LONG, PrefillTiling, paged_prefill
+from pagewire_kernels.paged_prefill import PrefillTiling, paged_prefill
 from pagewire_kernels.quantise import Fp8Rows, empty_rows, quantise, rms_norm_quantise
 from pagewire_kernels.rms_norm import rms_norm
 from pagewire_kernels.vector_linear import vector_linear
@@ -151,7 +151,7 @@ class TritonOps:
         rows: GpuRows,
         *,
         max_step_tokens: int,
-        prefill_tiling: PrefillTiling = LONG,
+        prefill_tiling: PrefillTiling | None = None,
     ) -> None:
         config, device = decoder.config, rows.last_token.device
         self._memory = memory
