@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 
 import pytest
 from tests.http.bench import MAX_LEN, serving, text_of
@@ -138,6 +140,31 @@ async def test_a_client_that_leaves_takes_its_request_with_it(bench, stream, pau
     await asyncio.sleep(0.02)
     task.cancel()
     async with asyncio.timeout(1):
+        while not bench.engine.told:
+            await asyncio.sleep(0.005)
+    assert bench.engine.told == [Cancel(stream=bench.engine.asked[0].stream)]
+    await bench.idle()
+
+
+@pytest.mark.parametrize("behind", ["requests", "a body"])
+async def test_a_client_that_leaves_with_more_sent_than_is_read(bench, behind):
+    """F15: its end stands behind requests, or a body, that wait until the one before them is answered."""
+    bench.engine.pause_s = None
+    body = json.dumps(HI).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: ".encode()
+    rest = {
+        "requests": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000,
+        "a body": head + b"4000000\r\n\r\n" + b" " * 1_000_000,
+    }
+    host, port = bench.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.setblocking(False)
+        client.send(head + b"%d\r\n\r\n" % len(body) + body)
+        while not bench.engine.asked:
+            await asyncio.sleep(0.001)
+        client.send(rest[behind])
+        await asyncio.sleep(0.05)
+    async with asyncio.timeout(2):
         while not bench.engine.told:
             await asyncio.sleep(0.005)
     assert bench.engine.told == [Cancel(stream=bench.engine.asked[0].stream)]

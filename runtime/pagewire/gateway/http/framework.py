@@ -1,13 +1,14 @@
 """aiohttp's low-level server where it would answer by itself: refusals in OpenAI's shape, and no word of its version.
 
-What is overridden is no public part of aiohttp; `tests/http/test_door.py` would notice if it went.
+What is overridden is no public part of aiohttp; `tests/http/test_door.py` and `test_chat.py` would notice if it went.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
@@ -15,6 +16,8 @@ from aiohttp.web_protocol import RequestHandler
 
 from pagewire.errors import InternalError
 from pagewire.gateway.http.errors import HttpRefusal, error_response
+
+_GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class Request(web.BaseRequest):
@@ -38,21 +41,48 @@ class Server(web.Server):
         super().__init__(handler, **options)
         self._on_made = on_made
         self._on_lost = on_lost
+        self._unheard: dict[RequestHandler, None] = {}
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         self._on_made(handler)
 
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        self._unheard.pop(handler, None)
         super().connection_lost(handler, exc)
         self._on_lost(handler)
+
+    def hears(self, handler: RequestHandler, *, heard: bool) -> None:
+        """Whether what this connection sends is read now, or is more than may wait behind the request being answered."""
+        if heard:
+            self._unheard.pop(handler, None)
+        else:
+            self._unheard[handler] = None
+
+    def left_unheard(self) -> list[RequestHandler]:
+        """Those whose clients left while nothing of theirs was read: the end stands behind what is not read, so that the
+        loop does not see it, and what they asked for would go on for nobody (F15).
+        """
+        return [handler for handler in self._unheard if _is_gone(handler.transport)]
 
     def __call__(self) -> RequestHandler:
         return _Handler(self, loop=self._loop, **self._kwargs)
 
 
 class _Handler(RequestHandler):
-    __slots__ = ()
+    __slots__ = ("_server",)
+
+    def __init__(self, server: Server, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._server = server
+
+    def _pause_transport_reading(self) -> None:
+        super()._pause_transport_reading()
+        self._server.hears(self, heard=self.transport is None)
+
+    def _resume_transport_reading(self) -> None:
+        super()._resume_transport_reading()
+        self._server.hears(self, heard=True)
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
@@ -65,6 +95,16 @@ class _Handler(RequestHandler):
             response = error_response(HttpRefusal(status, _reason(exc, message or ""), code="bad_request"))
         response.force_close()
         return response
+
+
+def _is_gone(transport: asyncio.BaseTransport | None) -> bool:
+    """The other side said its end, or was cut off; the kernel knows, whatever is still to be read."""
+    peer = None if transport is None else transport.get_extra_info("socket")
+    if peer is None or peer.fileno() < 0:
+        return False
+    asked = select.poll()
+    asked.register(peer.fileno(), select.POLLRDHUP)
+    return any(events & _GONE for _, events in asked.poll(0))
 
 
 def _reason(error: BaseException | None, message: str) -> str:

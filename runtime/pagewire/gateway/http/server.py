@@ -93,7 +93,7 @@ class HttpServer:
         self._of_key = Tally()
         self.num_closed = 0
         """Connections that came and went since the start."""
-        self._server: web.Server | None = None
+        self._server: Server | None = None
         self._runner: web.ServerRunner | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.url = ""
@@ -210,11 +210,14 @@ class HttpServer:
         return endpoint
 
     async def _look_after_connections(self) -> None:
-        """Close connections that have asked nothing for too long, their headers half sent or not begun (F50)."""
+        """Close connections that have asked nothing for too long, their headers half sent or not begun (F50), and those
+        whose clients left unnoticed.
+        """
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(_LOOK_S, self._config.header_timeout_ms / 2000))
-            for connection in self._idle.overdue(loop.time()):
+            gone = [] if self._server is None else self._server.left_unheard()
+            for connection in (*self._idle.overdue(loop.time()), *gone):
                 _cut(connection)
 
     def _on_made(self, connection: RequestHandler) -> None:
