@@ -3,6 +3,7 @@
 import asyncio
 import os
 import stat
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -195,6 +196,34 @@ def test_damage_is_refused_in_one_line(tmp_path, capsys, damage, words):
     file.write_bytes(damage(file.read_bytes()))
     assert main(["replay", str(file)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_blocks": 2**62},
+        {"block_size": 0},
+        {"max_rows": -1},
+        {"cost_model": {"state": 1}},
+    ],
+)
+def test_a_header_with_numbers_that_no_scheduler_has_is_refused(tmp_path, changed):
+    header, _ = read(written(tmp_path, msgspec.structs.replace(Driver().header, **changed), []))
+    with pytest.raises(ConfigError):
+        Player(header)
+
+
+def test_a_result_that_is_no_whole_numbers_is_refused(tmp_path):
+    driver = a_run(8)
+    events = [msgspec.structs.replace(e, counts=b"abc") if isinstance(e, Applied) else e for e in driver.events]
+    header, played = read(written(tmp_path, driver.header, events))
+    with pytest.raises(ConfigError, match="damaged"):
+        Player(header).play(played)
+
+
+def test_what_is_no_recording_is_not_read_to_its_end():
+    with pytest.raises(ConfigError, match="no recording"):
+        read(Path("/dev/zero"))
 
 
 def test_another_version_is_named(tmp_path):

@@ -148,7 +148,9 @@ def read(path: Path) -> tuple[Header, Iterator[Event]]:
         ConfigError: no recording, of another version, or damaged; while iterating, too.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(len(MAGIC))
+            data += file.read() if data == MAGIC else b""  # what is no recording may be of any size, or without end
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", field="file") from None
     if not data.startswith(MAGIC):

@@ -150,13 +150,7 @@ class Player:
         if not self._plans:
             raise ConfigError(f"the recording applies step {event.step} before it is planned", field="file")
         plan = self._plans.popleft()
-        result = StepResult(
-            event.step,
-            np.frombuffer(event.counts, np.int32),
-            np.frombuffer(event.token_ids, np.int32),
-            np.frombuffer(event.flags, np.uint8),
-            forward_ns=event.forward_ns,
-        )
+        result = _result(event)
         try:
             outcome = self.scheduler.apply(plan, result, event.now_ns)
         except Exception as error:  # noqa: BLE001  (as above)
@@ -193,6 +187,15 @@ class Player:
     def _same(what: str, then: Any, now: Any) -> None:
         if then != now:
             raise _Differs(f"{what}: {then} then, {now} now")
+
+
+def _result(event: Applied) -> StepResult:
+    try:
+        counts, token_ids = np.frombuffer(event.counts, np.int32), np.frombuffer(event.token_ids, np.int32)
+    except ValueError:
+        raise ConfigError(f"the recording's step {event.step} is damaged: no whole numbers", field="file") from None
+    flags = np.frombuffer(event.flags, np.uint8)
+    return StepResult(event.step, counts, token_ids, flags, forward_ns=event.forward_ns)
 
 
 def _code(error: Exception) -> str:

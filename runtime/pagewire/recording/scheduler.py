@@ -55,15 +55,21 @@ def scheduler_of(header: Header) -> Scheduler:
     Raises:
         ConfigError: the header describes none.
     """
-    model: CostModel | None = None
     try:
-        if header.cost_model:
-            given = header.cost_model
-            model = CostModel.from_state(
-                given["state"], buckets=tuple(given["buckets"]), mixed_buckets=tuple(given["mixed_buckets"])
-            )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"the recording's cost model cannot be read: {error!r}", field="file") from None
+        return _scheduler_of(header)
+    except PagewireError:
+        raise
+    except Exception as error:  # noqa: BLE001  (numbers that no scheduler has: they break whatever is made of them)
+        raise ConfigError(f"the recording's header describes no scheduler: {error!r}", field="file") from None
+
+
+def _scheduler_of(header: Header) -> Scheduler:
+    model: CostModel | None = None
+    if header.cost_model:
+        given = header.cost_model
+        model = CostModel.from_state(
+            given["state"], buckets=tuple(given["buckets"]), mixed_buckets=tuple(given["mixed_buckets"])
+        )
     return Scheduler(
         num_blocks=header.num_blocks,
         block_size=header.block_size,
