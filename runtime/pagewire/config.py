@@ -18,6 +18,10 @@ from pagewire.sizes import parse_size
 
 _UNKNOWN: Final = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
 _Int = Annotated[int, msgspec.Meta(ge=1)]
+_MOST: Final = 2**31 - 1
+"""Of a count, and of milliseconds: 24 days."""
+_MOST_BYTES: Final = 2**50
+_MOST_SEED: Final = 2**63 - 1
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -121,7 +125,9 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     deterministic: Annotated[
         bool, msgspec.Meta(description="tokens are bit-identical whatever the batch, cache and chunks; slower")
     ] = False
-    threads: Annotated[int, msgspec.Meta(ge=0, description="compute threads of the CPU worker; 0: all cores")] = 0
+    threads: Annotated[
+        int, msgspec.Meta(ge=0, le=1024, description="compute threads of the CPU worker; 0: all cores")
+    ] = 0
     stall_timeout_ms: Annotated[
         int, msgspec.Meta(ge=100, description="a step longer than this turns readiness false")
     ] = 10_000
@@ -281,7 +287,7 @@ def from_mapping(values: dict[str, object]) -> Config:
         ConfigError: an unknown key, a value of the wrong type or out of range; `field` is the dotted key.
     """
     try:
-        return msgspec.convert(_with_sizes(values), Config, strict=True)
+        config = msgspec.convert(_with_sizes(values), Config, strict=True)
     except msgspec.ValidationError as error:
         text, _, where = str(error).partition(" - at `$")
         field = where.rstrip("`").lstrip(".").replace("[...]", "")
@@ -291,6 +297,19 @@ def from_mapping(values: dict[str, object]) -> Config:
             text = f"unknown key; did you mean {near[0]!r}?" if near else "unknown key"
             field = f"{field}.{unknown[1]}" if field else unknown[1]
         raise ConfigError(text, field=field or None) from None
+    _check_largest(config)
+    return config
+
+
+def _check_largest(config: Config) -> None:
+    """Bounds of every whole number that has none of its own, so that it fits wherever it goes: ZeroMQ's options, a field
+    of `welcome`, a clock, the length of a table.
+    """
+    for section in msgspec.structs.fields(config):
+        for name, value in msgspec.structs.asdict(getattr(config, section.name)).items():
+            most = _MOST_BYTES if name.endswith("_bytes") else _MOST_SEED if name == "seed" else _MOST
+            if isinstance(value, int) and value > most:
+                raise ConfigError(f"Expected `int` <= {most}", field=f"{section.name}.{name}")
 
 
 def _with_sizes(values: dict[str, object]) -> dict[str, object]:

@@ -34,7 +34,7 @@ def _values(hint):
         hint, *extras = get_args(hint)
         metas += [extra for extra in extras if isinstance(extra, msgspec.Meta)]
     low = next((meta.ge for meta in metas if meta.ge is not None), 0)
-    high = next((meta.le for meta in metas if meta.le is not None), 2**40)
+    high = next((meta.le for meta in metas if meta.le is not None), 2**31 - 1)
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
     if hint is bool:
@@ -137,6 +137,17 @@ def test_a_flag_out_of_range_is_refused_by_name():
     with pytest.raises(ConfigError) as caught:
         config_from(_parse("--heartbeat-ms", "1"))
     assert caught.value.field == "server.heartbeat_ms"
+
+
+@pytest.mark.parametrize(
+    ("section", "name"), [(s, n) for s, n in FIELDS if type(getattr(getattr(Config(), s), n)) is int]
+)
+def test_no_number_is_too_large_for_what_is_made_of_it(section, name):
+    """A clock, an option of ZeroMQ, a field of a message: what they cannot hold is refused, not found out later."""
+    for value in (2**63, 10**400):
+        with pytest.raises(ConfigError) as caught:
+            from_mapping({section: {name: value}})
+        assert caught.value.field == f"{section}.{name}"
 
 
 def test_sampling_flags_collect_lists_and_pairs():
