@@ -6,20 +6,21 @@ import argparse
 import json
 import math
 import sys
-from typing import Any
+from typing import Any, Final
 
 from tqdm import tqdm
 
-from pagewire.cli.simulated import deployment_from, describe
-from pagewire.errors import ConfigError
+from pagewire.cli.simulated import check_above_0, deployment_from, describe
 from pagewire.simulator.capacity import Capacity, Level, capacity
+
+_MOST: Final = 10**9
+"""Tokens, and milliseconds."""
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Try numbers of streams, say what each brings."""
     for name in ("context", "output", "ttft", "itl"):
-        if not 0 < getattr(namespace, name) < math.inf:
-            raise ConfigError("must be above 0", field=name)
+        check_above_0(namespace, name, _MOST)
     vars(namespace).setdefault("scheduler.itl_target_ms", namespace.itl)
     deployment = deployment_from(namespace)
     with tqdm(unit="level", disable=not sys.stderr.isatty(), leave=False, file=sys.stderr) as bar:

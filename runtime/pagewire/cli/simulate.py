@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from tqdm import tqdm
 
-from pagewire.cli.simulated import deployment_from, describe
+from pagewire.cli.simulated import check_above_0, deployment_from, describe
 from pagewire.errors import ConfigError
 from pagewire.simulator.deployment import Run, simulate
 from pagewire.simulator.figures import Counting, Summary
@@ -23,6 +23,9 @@ from pagewire.simulator.traces import ClosedLoop, Trace, Workload, chat_lengths,
 _WINDOWS: Final = 200
 _RAMP: Final = 0.25
 """Of a drawn load: the first part of its time does not count."""
+
+_MOST: Final = {"seconds": 1e8, "speed": 1e6, "closed": 100_000, "poisson": 1e6}
+"""Three years, and what fits into a virtual clock of 64 bits."""
 
 _ROWS: Final = (
     ("requests", "requests", ""), ("refused", "refused", ""), ("unfinished", "not finished at the end", ""),
@@ -74,8 +77,11 @@ def _load(namespace: argparse.Namespace) -> tuple[Workload, int, Counting]:
     if len(given) != 1:
         raise ConfigError("name one load: --trace FILE, --closed N or --poisson RATE", field="trace")
     for name in ("seconds", "speed", *(given if given[0] != "trace" else ())):
-        if not 0 < getattr(namespace, name) < math.inf:
-            raise ConfigError("must be above 0", field=name)
+        check_above_0(namespace, name, _MOST[name])
+    if namespace.speed < 1 / _MOST["speed"]:
+        raise ConfigError(f"must be at least {1 / _MOST['speed']:g}", field="speed")
+    if namespace.requests < 0:
+        raise ConfigError("must be at least 0", field="requests")
     if namespace.trace is not None:
         trace = read_trace(namespace.trace, speed=namespace.speed, max_requests=namespace.requests)
         return trace, max(1, trace.end_ns), Counting()

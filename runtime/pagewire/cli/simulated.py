@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -11,10 +13,22 @@ from pagewire.cli.flags import config_from
 from pagewire.cli.model_check import check_model
 from pagewire.cli.model_path import model_path
 from pagewire.cli.simulation_flags import DEFAULT_ROWS, DEFAULT_STEP_TOKENS
-from pagewire.errors import ModelError
+from pagewire.errors import ConfigError, ModelError
 from pagewire.models.config import DecoderConfig
 from pagewire.simulator.card import CARDS, MODELS, ModelShape
 from pagewire.simulator.deployment import Deployment
+
+_MOST_KV_TOKENS: Final = 2**28
+"""KV memory of a thousand cards; the books of a larger pool are gigabytes here."""
+
+
+def check_above_0(namespace: argparse.Namespace, name: str, most: float) -> None:
+    """Raises ConfigError: a number of no use, or one that the virtual clock cannot hold or nobody would wait for."""
+    value = getattr(namespace, name)
+    if not value > 0:
+        raise ConfigError("must be above 0", field=name)
+    if value > most:
+        raise ConfigError(f"must be at most {most:g}", field=name)
 
 
 def deployment_from(namespace: argparse.Namespace) -> Deployment:
@@ -28,6 +42,9 @@ def deployment_from(namespace: argparse.Namespace) -> Deployment:
     given.setdefault("scheduler.max_step_tokens", max(DEFAULT_STEP_TOKENS, given["scheduler.max_rows"]))
     given.setdefault("config", None)
     config = config_from(namespace)
+    for name, most in (("kv_tokens", _MOST_KV_TOKENS), ("max_model_len", math.inf)):
+        if given[name] != 0:
+            check_above_0(namespace, name, most)
     model = model_shape(namespace.model)
     return Deployment(
         model,
