@@ -1,9 +1,12 @@
 """Tokenizers from folders in Hugging Face layout, compared with `transformers`; clear errors for broken ones."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from tests.text.small_models import write_folder
+from tokenizers import Tokenizer
 
 from pagewire.errors import ModelError
 from pagewire.text.tokenizer import load_text_model
@@ -140,3 +143,28 @@ def test_a_tokenizer_of_another_format_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ModelError, match=f"has no tokenizer.json, only {name}, which is not read.*save_pretrained"):
         load_text_model(tmp_path)
+
+
+def test_what_the_package_panics_at_is_an_error_like_others(tmp_path):
+    """A panic of Rust is no `Exception`: at the start it is told in one line, later it ends its request (F7)."""
+    folder = write_folder(tmp_path / "m", template_bos="<s>")
+    whole = load_text_model(folder)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["post_processor"]["single"][0]["SpecialToken"]["id"] = "nowhere"
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ModelError) as caught:
+        load_text_model(folder)
+    assert "\n" not in str(caught.value)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    panicking = SimpleNamespace(encode_batch_fast=lambda texts, **_: tokenizer.encode_batch(texts))
+    with pytest.raises(RuntimeError):
+        dataclasses.replace(whole, tokenizer=panicking).encode("a")
+
+
+def test_an_id_beyond_any_vocabulary_is_refused_and_no_table_made_for_it(tmp_path):
+    folder = write_folder(tmp_path / "m")
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["model"]["vocab"]["<s>"] = 2**31
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ModelError, match="2147483648"):
+        load_text_model(folder)

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from pagewire.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from pagewire.text.chat_renderer import ChatRenderer
+from pagewire.text.panics import panics_as
 from pagewire_client.text.byte_table import ByteTable
 from pagewire_transport.messages import ChatMessage
 
@@ -73,7 +74,8 @@ class TextModel:
             self.refuse_too_long(len(text), max_tokens, field)
         try:
             # `encode` holds the interpreter lock throughout (0.4 s for 130,000 tokens); the batch call does not.
-            ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            with panics_as(RuntimeError):
+                ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("must be text in Unicode without lone surrogates", field=field) from None
         if not add_special:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
+_MOST_IDS = 2**22
+"""Sixteen times the largest vocabulary that is known; the table has a place for each id, whatever the file says."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -96,13 +98,18 @@ def byte_table(tokenizer: Tokenizer, *, size: int = 0) -> ByteTable:
         size: smallest length of the table; 0: up to the highest id.
 
     Raises:
-        ModelError: another kind of decoder, named.
+        ModelError: another kind of decoder, named, or ids beyond any vocabulary.
     """
+    vocabulary = tokenizer.get_vocab(
+        with_added_tokens=True
+    )  # first: `to_str` would go through all ids up to the highest
+    num_ids = max(size, 1 + max(vocabulary.values(), default=-1))
+    if num_ids > _MOST_IDS:
+        raise ModelError(f"the tokenizer has a token with the id {num_ids - 1}; ids below {_MOST_IDS} can be read")
     spec = json.loads(tokenizer.to_str())
     steps = _decoder_steps(spec.get("decoder"))
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = {entry["id"]: entry for entry in spec.get("added_tokens", ())}
-    pieces = [b""] * max(size, 1 + max(vocabulary.values(), default=-1))
+    pieces = [b""] * num_ids
     byte_level = "ByteLevel" in steps
     for token, i in vocabulary.items():
         if byte_level:
