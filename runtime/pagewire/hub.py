@@ -161,10 +161,17 @@ def _served(hub_id: HubId, folder: Path) -> Path | None:
     if wanted[0].endswith(".gguf"):
         return folder / wanted[0]
     if _INDEX in wanted:
-        shards = set(msgspec.json.decode((folder / _INDEX).read_bytes())["weight_map"].values())
+        try:
+            shards = set(msgspec.json.decode((folder / _INDEX).read_bytes(), type=_Index).weight_map.values())
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # half of a download
+            return None
         if not shards <= set(wanted):
             return None
     return folder
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 class _NoNetworkError(ModelError):

@@ -179,7 +179,7 @@ def check_name(name: str) -> None:
 def _key(line: bytes, where: str) -> Key:
     try:
         key = msgspec.json.decode(line, type=Key)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is no key: {error}") from None
     if not _SHA256.fullmatch(key.sha256):
         raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits in lower case")

@@ -205,6 +205,7 @@ async def test_in_this_process_with_a_model_of_random_weights(tmp_path):
     ("content", "says"),
     [
         ("x\n", "line 1 is no record of a batch"),
+        ('{"line": 1, "of": "", "error": ' + "[" * 9999 + "\n", "line 1 is no record of a batch"),
         ('{"line": 1, "of": ""}\n{"line": 1, "of": ""}\n', "answers line 1 twice"),
     ],
 )

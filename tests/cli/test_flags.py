@@ -126,9 +126,10 @@ def test_a_wrong_file_is_named_with_its_key(tmp_path, text, wanted):
 
 def test_what_is_no_toml_or_no_file_is_named_first(tmp_path):
     file = tmp_path / "c.toml"
-    file.write_text("max_rows = ")
-    with pytest.raises(ConfigError, match=f"^{file} is no TOML"):
-        config_from(_parse("--config", str(file)))
+    for text in ("max_rows = ", "max_rows = " + "[" * 9999, "max_rows = " + "9" * 9999):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=f"^{file} is no TOML"):
+            config_from(_parse("--config", str(file)))
     with pytest.raises(ConfigError, match=r"^/no/such\.toml cannot be read"):
         config_from(_parse("--config", "/no/such.toml"))
 

@@ -242,8 +242,9 @@ def test_an_unsupported_architecture_is_2_and_named(small_gguf, tmp_path, comman
 
 
 @pytest.mark.parametrize("command", ["info", "serve"])
-def test_a_broken_config_json_is_2_and_named(tmp_path, command):
-    (tmp_path / "config.json").write_text('{"model_type": ')
+@pytest.mark.parametrize("content", ['{"model_type": ', '{"model_type": ' + "[" * 9999])
+def test_a_broken_config_json_is_2_and_named(tmp_path, command, content):
+    (tmp_path / "config.json").write_text(content)
     (tmp_path / "m.safetensors").write_bytes(b"")
     done = _pagewire(command, str(tmp_path))
     assert done.returncode == 2

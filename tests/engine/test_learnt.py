@@ -54,7 +54,9 @@ async def test_without_promises_no_file_is_read_or_written(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"no json", b"[]", b'{"key": 1}', b"\xff\xfe", b'{"cost": {}}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"no json", b"[]", b'{"key": 1}', b"\xff\xfe", b'{"cost": {}}', b'{"key":' + b"[" * 9999]
+)
 async def test_a_bad_file_is_ignored(tmp_path, content):
     learnt = await taught(tmp_path)
     learnt.path.write_bytes(content)

@@ -10,7 +10,7 @@ import sys
 import pytest
 from tests.hub.stand_in import COMMIT, StandIn
 
-from pagewire.hub import HubId, parse_hub_id
+from pagewire.hub import HubId, _served, parse_hub_id
 
 FOLDER = {
     "config.json": b'{"model_type": "llama"}',
@@ -49,6 +49,13 @@ for named in sys.argv[1:]:
     except ModelError as error:
         print("refused:", error)
 """
+
+
+@pytest.mark.parametrize("index", [b"", b"[]", b"{}", b'{"weight_map": 1}', b"\xff", b'{"weight_map": ' + b"[" * 9999])
+def test_an_index_that_is_damaged_is_not_there_as_a_whole(tmp_path, index):
+    for name, content in (SHARDED | {"model.safetensors.index.json": index}).items():
+        (tmp_path / name).write_bytes(content)
+    assert _served(parse_hub_id("org/sharded"), tmp_path) is None
 
 
 @pytest.fixture(scope="module")

@@ -188,6 +188,7 @@ def test_a_file_that_ends_anywhere_is_played_so_far(tmp_path):
         (lambda data: data[: len(MAGIC)] + b"\x01\x00\x00\x00\xc1", "version None"),
         (lambda data: data + b"\x02\x00\x00\x00\x91\x05", "damaged"),
         (lambda data: data + b"\x01\x00\x00\x00\xc1", "damaged"),
+        (lambda data: data[: len(MAGIC)] + b"\x0f\x27\x00\x00" + b"\x91" * 9999, "version None"),
     ],
 )
 def test_damage_is_refused_in_one_line(tmp_path, capsys, damage, words):

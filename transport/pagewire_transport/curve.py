@@ -77,7 +77,7 @@ def load_key_pair(path: str | os.PathLike[str]) -> KeyPair:
     data = read_private(path, most_bytes=_LARGEST_FILE, forbidden=OTHERS_READ, because="the secret in it")
     try:
         pair = msgspec.json.decode(data, type=KeyPair)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no file of `pagewire keys curve new`: {error}") from None
     if not _KEY.fullmatch(pair.secret) or zmq.curve_public(pair.secret.encode()).decode() != pair.public:
         raise ConfigError(f"{path}: the secret and the public key do not belong together")
@@ -98,7 +98,7 @@ def load_allowed(path: str | os.PathLike[str]) -> dict[str, Allowed]:
             continue
         try:
             entry = msgspec.json.decode(line, type=Allowed)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from None
         if not _KEY.fullmatch(entry.public):
             raise ConfigError(f"{path}, line {number}: `public` must be 40 characters of Z85")

@@ -42,7 +42,7 @@ def find_servers(base: Path | None = None) -> list[ServerRecord]:
     for folder in server_folders(base or private_folder()):
         try:
             record = msgspec.json.decode((folder / RECORD).read_bytes(), type=ServerRecord)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
         if is_alive(folder):
             records.append(record)

@@ -102,7 +102,7 @@ class BatchOutput:
                     break  # half a line: written again
                 try:
                     head = msgspec.json.decode(data, type=_Head)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise ConfigError(f"{self.path}, line {index} is no record of a batch: {error}") from None
                 if head.line in self.done:
                     raise ConfigError(f"{self.path} answers line {head.line} twice; move it away")

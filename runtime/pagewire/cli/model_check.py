@@ -96,7 +96,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
         raise ModelError(f"{path} is missing; a model folder needs it") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is no JSON object: {error}; download it again") from None
 
 

@@ -67,7 +67,7 @@ class Learnt:
                         return CostModel.from_state(saved["cost"], buckets=decode, mixed_buckets=mixed)
                 except FileNotFoundError:
                     raise
-                except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+                except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
                     _log.warning("cost_model_unreadable", path=str(self.path), error=str(error))
         return CostModel(buckets=decode, mixed_buckets=mixed)
 

@@ -83,7 +83,7 @@ def load(path: Path, config: DecoderConfig) -> KvScales:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="cache.kv_scales") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no file of KV scales: {error}", field="cache.kv_scales") from None
     if file.format != _FORMAT:
         raise ConfigError(f"{path} has format {file.format!r}, not {_FORMAT!r}", field="cache.kv_scales")

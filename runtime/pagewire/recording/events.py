@@ -183,7 +183,7 @@ def _version(body: memoryview) -> object:
     """Looked at first: other versions may have other fields."""
     try:
         values = msgspec.msgpack.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return values[1] if isinstance(values, list) and len(values) > 1 else None
 
@@ -191,5 +191,5 @@ def _version(body: memoryview) -> object:
 def _decoded(path: Path, decoder: Any, body: memoryview) -> Any:
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {error}", field="file") from None
