@@ -128,6 +128,21 @@ async def test_ctrl_c_is_130_and_open_streams_are_told_at_the_deadline(temporary
         assert time.monotonic() - before < 8
 
 
+@pytest.mark.parametrize("signals", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)])
+async def test_a_second_signal_ends_everything_at_once_and_open_streams_are_told(temporary, signals):
+    """F20: a client that is told nothing would look for the server for half a minute, to resume its streams."""
+    async with _served(temporary, *_tiny(temporary), "--drain-timeout-ms", "60000") as (process, url):
+        async with pagewire_client.connect(url) as client:
+            stream = client.generate([1, 2, 3], max_tokens=50_000, ignore_eos=True)
+            await anext(stream)
+            process.send_signal(signals[0])
+            await asyncio.sleep(0.3)
+            process.send_signal(signals[1])
+            with pytest.raises(Draining):
+                await asyncio.wait_for(stream.result(), 5)
+        assert await asyncio.wait_for(process.wait(), 5) == (130 if signals[0] == signal.SIGINT else 0)
+
+
 @pytest.mark.parametrize("module", ["pagewire.engine.main", "pagewire.gateway.main"])
 async def test_kill_9_of_a_part_is_1_with_the_reason_and_streams_are_told(temporary, module):
     """F4."""

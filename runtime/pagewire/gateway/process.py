@@ -45,7 +45,7 @@ _FRESH_IPC: Final = "ipc://*"
 
 
 def run(config: Config, engine_url: str, reporter: Reporter, admin_url: str = "") -> int:
-    """Serve until SIGTERM or SIGINT; the exit code. `admin_url`: where the owner's door is; "" for none.
+    """Serve until SIGTERM or SIGINT, a second one of which ends the drain; the exit code. `admin_url`: where the owner's door is; "" for none.
 
     Raises:
         ModelError, ConfigError: the model's text or the address cannot be served.
@@ -78,9 +78,13 @@ def _load_text(config: Config) -> TextModel | None:
 
 
 async def _serve(config: Config, engine_url: str, text: TextModel | None, reporter: Reporter, admin_url: str) -> int:
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
     preparation = _preparation(text, lambda: gateway.max_model_len)
     gateway = Gateway(
@@ -136,7 +140,7 @@ async def _serve(config: Config, engine_url: str, text: TextModel | None, report
             stopping, gateway, FreeMemory(lambda: door.num_closed + (http.num_closed if http is not None else 0))
         )
         reporter.send(Report(event="draining", streams=gateway.num_streams))
-        await _drain(gateway, config.server.drain_timeout_ms / 1000)
+        await _drain(gateway, config.server.drain_timeout_ms / 1000, hurry)
         return 0
     finally:
         for task in (connecting, stopping, beating):
@@ -234,15 +238,16 @@ def _open_door(config: ServerConfig, gateway: Gateway, curve: ServerCurve | None
         return listen(_FRESH_IPC)
 
 
-async def _drain(gateway: Gateway, seconds: float) -> None:
-    """Let open streams end for at most `seconds`, tell the others, and wait until it is said."""
+async def _drain(gateway: Gateway, seconds: float, hurry: asyncio.Event) -> None:
+    """Let open streams end for at most `seconds`, or until `hurry`; tell the others, and wait until it is said."""
     gateway.drain()
     _log.info("gateway_draining", streams=gateway.num_streams)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     # Polled, at shutdown only: an event would be set at the end of every stream of the server's life.
-    while gateway.num_streams and loop.time() < deadline:  # noqa: ASYNC110
+    while gateway.num_streams and loop.time() < deadline and not hurry.is_set():  # noqa: ASYNC110
         await asyncio.sleep(_POLL_S)
+    deadline = min(deadline, loop.time())
     if gateway.num_streams:
         gateway.end_draining()
     while gateway.has_news and loop.time() < deadline + _LAST_WORDS_S:  # noqa: ASYNC110

@@ -49,7 +49,7 @@ _FAREWELL_S: Final = 2.0
 """After the drain deadline: time to send the last errors and leave; and for the gateway to report a dead engine."""
 
 _TIDY_S: Final = 0.3
-"""Before a gateway is killed: time to remove its socket, which takes milliseconds."""
+"""Before a gateway is killed: time to tell open streams and to remove its socket, which takes milliseconds."""
 
 _LOOK_S: Final = 2.0
 """How often it is seen whether the address is still there."""
@@ -179,7 +179,7 @@ class Server:
     async def close(self) -> None:
         """End everything at once and remove the folder. Idempotent, in every state."""
         gateway = self._gateway.child
-        if gateway is not None:  # a moment to take its socket away; what is left is swept at the next start
+        if gateway is not None:  # a moment for its last words and its socket; what is left is swept at the next start
             gateway.terminate()
             await gateway.ended_within(_TIDY_S)
         for child in (gateway, self._engine.child):
