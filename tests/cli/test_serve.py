@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +143,42 @@ async def test_a_second_signal_ends_everything_at_once_and_open_streams_are_told
             with pytest.raises(Draining):
                 await asyncio.wait_for(stream.result(), 5)
         assert await asyncio.wait_for(process.wait(), 5) == (130 if signals[0] == signal.SIGINT else 0)
+
+
+@pytest.mark.parametrize("ignores", [False, True], ids=["", "nohup"])
+async def test_a_terminal_that_is_closed_lets_streams_end(temporary, ignores):
+    """Its end comes as SIGHUP, to the foreground alone, and then nothing can be written to it any more."""
+    ours, theirs = os.openpty()
+
+    def in_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if ignores:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    address = f"ipc://{temporary}/engine.sock"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pagewire.cli.main", "serve", "--threads", "1", "--kv-bytes", str(64 * 2**20),
+        *_tiny(temporary), "--bind", address,
+        stdin=theirs, stdout=theirs, stderr=theirs, env=_environment(temporary), preexec_fn=in_terminal,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        async with pagewire_client.connect(address, timeout_s=30) as client:
+            stream = client.generate([1, 2, 3], max_tokens=300, ignore_eos=True)
+            await anext(stream)
+            os.close(ours)
+            result = await asyncio.wait_for(stream.result(), 20)
+            assert len(result.choices[0].token_ids) == 300
+        if ignores:
+            await asyncio.sleep(0.3)
+            assert process.returncode is None
+        else:
+            assert await asyncio.wait_for(process.wait(), 10) == 129
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await asyncio.wait_for(process.wait(), 10)
 
 
 @pytest.mark.parametrize("module", ["pagewire.engine.main", "pagewire.gateway.main"])

@@ -43,7 +43,7 @@ _EXAMPLES: Final = {
   pagewire serve --config pagewire.toml     each flag is a key of its section there
 
 exit codes: 0 stopped by SIGTERM · 1 it died, one line says why · 2 wrong usage, or a model that cannot be served
-            · 130 Ctrl-C
+            · 130 Ctrl-C · 129 its terminal was closed
 """,
     "generate": """\
   pagewire generate "Once upon a time" --max-tokens 64

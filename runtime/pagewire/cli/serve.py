@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
 import signal
 import sys
@@ -26,7 +27,7 @@ _CHILDREN_NEED: Final = ("torch", "tokenizers", "jinja2")
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Serve. Exit code 0 after SIGTERM, 130 after Ctrl-C, 1 if the server did not start or a part of it died."""
+    """Serve. Exit code 0 after SIGTERM, 130 after Ctrl-C, 129 after SIGHUP, 1 if the server did not start or a part of it died."""
     for name in _CHILDREN_NEED:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(name=name)
@@ -53,7 +54,10 @@ def with_model(config: Config, path: str) -> Config:
 
 
 async def _serve(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT, and drain; the signal's number. A second signal ends everything at once."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, and drain; the signal's number. A second signal ends everything at once.
+
+    SIGHUP comes when the terminal is closed; under `nohup` it does not count.
+    """
     stop = asyncio.Event()
     received: list[int] = []
     this = asyncio.current_task()
@@ -72,8 +76,9 @@ async def _serve(config: Config) -> int:
             _say(f"stopping: {what} up to {config.server.drain_timeout_ms / 1000:g} s{again}")
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, on_signal, number)
     server = Server(config, on_draining=on_draining)
     try:
         async with stages_shown(lambda: server.stages, sys.stderr) as end_of_loading:
@@ -99,5 +104,6 @@ def _announce(server: Server, *, asks_for_keys: bool) -> None:
 
 
 def _say(text: str) -> None:
-    """To a person; standard output is for programs that wait for the address."""
-    print(text, file=sys.stderr, flush=True)
+    """To a person; standard output is for programs that wait for the address. Whose terminal was closed reads nothing."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -23,6 +23,9 @@ HASH_BLOCK: Final = 512
 """Tokens that one id of Mooncake's traces stands for."""
 _MOST_BLOCKS: Final = 2**31 // HASH_BLOCK
 _MASK: Final = 2**31 - 1
+_MOST_TOKENS: Final = 2**24
+"""Of a prompt or an answer: sixteen times what the longest context of today holds."""
+_MOST_NS: Final = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ def read_trace(path: Path, *, speed: float = 1.0, max_requests: int = 0) -> Trac
             break
         try:
             arrival = read(number, line)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise ConfigError(f"request {number + 1} of {path}: {error}", field="trace") from None
         if not arrivals:
             first_ns = arrival.at_ns
@@ -230,6 +233,8 @@ def _azure_line(number: int, line: bytes) -> Arrival:
 
 
 def _arrival(at_ns: int, number: int, num_prompt: int, num_output: int, ids: tuple[int, ...]) -> Arrival:
-    if num_prompt < 1 or num_output < 0:
+    if not 1 <= num_prompt <= _MOST_TOKENS or not 0 <= num_output <= _MOST_TOKENS:
         raise ValueError(f"{num_prompt} prompt and {num_output} output tokens")
+    if not 0 <= at_ns <= _MOST_NS:
+        raise ValueError("its time is no time of our era")
     return Arrival(at_ns, number, num_prompt, max(1, num_output), ids)
