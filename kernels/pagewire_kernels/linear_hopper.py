@@ -20,7 +20,7 @@ One warp fetches tiles of W and x with the tensor copy engine, 4 or 8 warps comp
 fills its stages with weights, which no kernel of the step writes, while the kernel before still runs.
 
 Rejected, measured on an H200: rings of their own for W and x (in a layer 1 to 3 % slower), two programs a multiprocessor, beginning at other
-columns in each program. Beyond 128 tokens cuBLAS, whose clusters share x, is faster. Follows stream-K (Osama et al., 2023).
+columns in each program. Beyond 128 tokens cuBLAS, whose clusters share x, is mostly faster. Follows stream-K (Osama et al., 2023).
 """
 
 from __future__ import annotations
