@@ -26,7 +26,8 @@ def test_a_trace_gives_a_table_and_a_picture(tmp_path, capsys):
     trace, picture = tmp_path / "trace.jsonl", tmp_path / "run.svg"
     trace.write_text(mooncake_lines(conversations()))
     assert main(["simulate", "--trace", str(trace), "--picture", str(picture), "--max-rows", "32"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err == f"the picture is {picture}\n"
     assert "8b on 1 × H200" in out
     assert "TTFT p95" in out
     assert "digest of all decisions" in out
@@ -59,9 +60,33 @@ def test_plan_reads_a_config_without_weights(tmp_path, capsys):
     assert [level["streams"] for level in found["levels"]] == [1, 2, 4, 8]
     rates = [level["throughput"] for level in found["levels"]]
     assert rates == sorted(rates)
-    assert found["streams_that_fit"] == 8
+    assert found["streams_that_fit"] == 8 < found["streams_in_memory"]
     assert main(arguments) == 0
-    assert "within the promise" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"8 of 512 tokens: memory holds {found['streams_in_memory']:,}, --max-rows is 8\n" in out
+    assert "within the promise" in out
+    assert "a prompt alone takes" not in out
+
+
+def test_what_has_no_number_is_a_dash(capsys):
+    assert main(["plan", "--context", "8192", "--output", "2", "--max-rows", "1", "--ttft", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "nan" not in out
+    assert "–: no first token, or none after it, within the measured time\n" in out
+    assert "no number of streams: TTFT p95 < 100 ms and ITL p99 < 12 ms\na prompt alone takes 229 ms: " in out
+    assert "--ttft" in out.splitlines()[-1]
+    assert main(["simulate", "--closed", "1", "--seconds", "0.01"]) == 0
+    assert "nan" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_help_has_the_defaults_that_hold(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--max-rows N sequences running at once (default: 512)" in out
+    assert "--max-step-tokens N tokens computed in one step at most (default: 1024)" in out
+    assert ("(default: --itl)" in out) == (command == "plan")
 
 
 @pytest.mark.parametrize(

@@ -51,22 +51,25 @@ def add_struct_flags(
     *,
     prefix: str,
     helps: Mapping[str, str] = types.MappingProxyType({}),
+    defaults: Mapping[str, object] = types.MappingProxyType({}),
     skip: Collection[str] = (),
 ) -> None:
     """A flag for each field of `kind` but those in `skip`; parsed values land in the namespace as `prefix.field`.
 
-    `helps` has help texts by field, for a struct whose types do not carry them.
+    `helps` has help texts by field, where the types carry none or another one is true here; `defaults` those that a
+    command sets by itself, as they are shown.
     """
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
         if field.name in skip:
             continue
         description, options = _options(hints[field.name])
-        description = description or helps.get(field.name, "")
+        description = helps.get(field.name, description)
         is_size = field.name.endswith("_bytes")
         if is_size:
             options = {"type": _size, "metavar": "SIZE"}
         default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+        default = defaults.get(field.name, default)
         if default not in ("", (), {}, None) and options.get("action") != "append":
             description = f"{description} (default: {_shown(default, is_size=is_size)})".strip()
         group.add_argument(

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from pagewire.cli.simulated import check_above_0, deployment_from, describe
+from pagewire.cli.simulated import NOTHING, check_above_0, deployment_from, describe
 from pagewire.simulator.capacity import Capacity, Level, capacity
 
 _MOST: Final = 10**9
@@ -41,30 +41,39 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.json:
         print(json.dumps(_as_json(found, title), allow_nan=False))
     else:
-        _print(found, title, namespace)
+        _print(found, title, namespace, max_rows=deployment.scheduler.max_rows)
     return 0
 
 
-def _print(found: Capacity, title: str, namespace: argparse.Namespace) -> None:
+def _print(found: Capacity, title: str, namespace: argparse.Namespace, *, max_rows: int) -> None:
     print(title)
     print(f"weights            {found.weight_bytes / 1e9:,.1f} GB")
     print(f"KV memory          {found.kv_tokens:,} tokens, {found.kv_tokens * found.kv_token_bytes / 1e9:,.1f} GB")
     print(f"KV of a token      {found.kv_token_bytes:,} bytes; of {found.context:,}: {_kv(found, 1):,.2f} GB")
-    print(f"streams that fit   {found.fitting:,} of {found.context:,} tokens")
+    bounds = f"memory holds {found.in_memory:,}, --max-rows is {max_rows:,}"
+    print(f"streams that fit   {found.fitting:,} of {found.context:,} tokens: {bounds}")
     print(f"a prompt alone     {found.prefill_ms:,.0f} ms for {namespace.context - namespace.output:,} tokens")
     print()
     print("streams  decode ms  TTFT p95 ms  ITL p50 ms  ITL p99 ms  tok/s    KV GB  within the promise")
     for level in found.levels:
         summary = level.summary
         print(
-            f"{level.streams:7,}  {level.decode_ms:9.2f}  {summary.ttft_p95:11.1f}  {summary.itl_p50:10.2f}  "
-            f"{summary.itl_p99:10.2f}  {summary.throughput:7,.0f}  {_kv(found, level.streams):5.1f}  "
-            f"{'yes' if level.is_within else 'no'}"
+            f"{level.streams:7,}  {level.decode_ms:9.2f}  {_number(summary.ttft_p95, 11, 1)}  "
+            f"{_number(summary.itl_p50, 10, 2)}  {_number(summary.itl_p99, 10, 2)}  {summary.throughput:7,.0f}  "
+            f"{_kv(found, level.streams):5.1f}  {'yes' if level.is_within else 'no'}"
         )
+    if any(math.isnan(level.summary.ttft_p95 + level.summary.itl_p99) for level in found.levels):
+        print(f"{NOTHING}: no first token, or none after it, within the measured time")
     print()
     best = found.best
     promise = f"TTFT p95 < {namespace.ttft:g} ms and ITL p99 < {namespace.itl:g} ms"
     print(f"{best.streams if best is not None else 'no number of'} streams: {promise}")
+    if found.prefill_ms > namespace.ttft:
+        print(f"a prompt alone takes {found.prefill_ms:,.0f} ms: promise more than that by --ttft")
+
+
+def _number(value: float, width: int, digits: int) -> str:
+    return f"{NOTHING:>{width}}" if math.isnan(value) else f"{value:{width}.{digits}f}"
 
 
 def _kv(found: Capacity, streams: int) -> float:
@@ -79,6 +88,7 @@ def _as_json(found: Capacity, title: str) -> dict[str, Any]:
         "kv_token_bytes": found.kv_token_bytes,
         "kv_tokens": found.kv_tokens,
         "context": found.context,
+        "streams_in_memory": found.in_memory,
         "streams_that_fit": found.fitting,
         "prefill_ms": found.prefill_ms,
         "streams_within_promise": best.streams if best is not None else 0,

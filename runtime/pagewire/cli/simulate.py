@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from tqdm import tqdm
 
-from pagewire.cli.simulated import check_above_0, deployment_from, describe
+from pagewire.cli.simulated import NOTHING, check_above_0, deployment_from, describe
 from pagewire.errors import ConfigError
 from pagewire.simulator.deployment import Run, simulate
 from pagewire.simulator.figures import Counting, Summary
@@ -63,6 +63,7 @@ def run(namespace: argparse.Namespace) -> int:
     title = describe(deployment)
     if namespace.picture is not None:
         _write(namespace.picture, picture(done.figures.windows, title, deployment.block_size))
+        print(f"the picture is {namespace.picture}", file=sys.stderr)
     if namespace.json:
         print(json.dumps(_as_json(done, title), allow_nan=False))
     else:
@@ -115,8 +116,15 @@ def _print_table(summary: Summary) -> None:
         value = getattr(summary, name)
         if unit == "%":
             value *= 100
-        shown = value if isinstance(value, str) else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
-        print(f"{label:{width}}  {shown:>14} {unit}".rstrip())
+        print(f"{label:{width}}  {_shown(value):>14} {unit}".rstrip())
+
+
+def _shown(value: str | float) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}"
+    return NOTHING if math.isnan(value) else f"{value:,.2f}"
 
 
 def _write(path: Path, text: str) -> None:

@@ -21,6 +21,9 @@ from pagewire.simulator.deployment import Deployment
 _MOST_KV_TOKENS: Final = 2**28
 """KV memory of a thousand cards; the books of a larger pool are gigabytes here."""
 
+NOTHING: Final = "–"
+"""Where a number does not exist: a percentile of no first tokens, of no gaps."""
+
 
 def check_above_0(namespace: argparse.Namespace, name: str, most: float) -> None:
     """Raises ConfigError: a number of no use, or one that the virtual clock cannot hold or nobody would wait for."""

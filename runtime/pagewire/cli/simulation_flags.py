@@ -14,6 +14,12 @@ CARD_NAMES: Final = ("h200", "h100")
 """As in `simulator.card`."""
 DEFAULT_ROWS: Final = 512
 DEFAULT_STEP_TOKENS: Final = 1024
+_PACED: Final = {
+    "ttft_target_ms": "what the modelled server promises; 0: none. What a queue makes impossible is refused at once. "
+    "--ttft is what is judged",
+    "itl_target_ms": "what the modelled server promises and paces prompts by; 0: it does not. --itl is what is judged",
+}
+"""`plan` has a promise of its own beside those of the server that it models."""
 _NOT_SIMULATED: Final = ("kv_bytes", "gpu_memory_fraction", "kv_dtype", "kv_scales")
 
 
@@ -24,6 +30,7 @@ def add_simulation_flags(command: Parser, name: str) -> None:
     else:
         _add_plan(command)
     _add_deployment(command)
+    _add_settings(command, name)
 
 
 def _add_simulate(command: Parser) -> None:
@@ -53,9 +60,16 @@ def _add_plan(command: Parser) -> None:
     )
     load.add_argument("--output", type=int, default=256, metavar="N", help="of these, generated (default: 256)")
     load.add_argument(
-        "--ttft", type=float, default=250.0, metavar="MS", help="promise: p95 of first tokens (default: 250)"
+        "--ttft",
+        type=float,
+        default=250.0,
+        metavar="MS",
+        help="promise that is judged: p95 of first tokens (default: 250)",
     )
-    load.add_argument("--itl", type=float, default=12.0, metavar="MS", help="promise: p99 of gaps (default: 12)")
+    load.add_argument(
+        "--itl", type=float, default=12.0, metavar="MS",
+        help="promise that is judged: p99 of gaps; the modelled server paces prompts by it (default: 12)",
+    )  # fmt: skip
     command.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -79,9 +93,20 @@ def _add_deployment(command: Parser) -> None:
     )  # fmt: skip
     group.add_argument("--max-model-len", type=int, default=0, metavar="N", help="longest sequence; 0: the model's own")
     group.add_argument("--kv-tokens", type=int, default=0, metavar="N", help="size of the pool; 0: what fits")
+
+
+def _add_settings(command: Parser, name: str) -> None:
     cache = command.add_argument_group("cache")
     add_struct_flags(cache, CacheConfig, prefix="cache", skip=_NOT_SIMULATED)
-    scheduler = command.add_argument_group(
-        "scheduler", f"As of `serve`; default here: --max-rows {DEFAULT_ROWS} --max-step-tokens {DEFAULT_STEP_TOKENS}."
+    scheduler = command.add_argument_group("scheduler", "As of `serve`; defaults that suit a large card.")
+    defaults: dict[str, object] = {"max_rows": DEFAULT_ROWS, "max_step_tokens": DEFAULT_STEP_TOKENS}
+    if name == "plan":
+        defaults["itl_target_ms"] = "--itl"
+    add_struct_flags(
+        scheduler,
+        SchedulerConfig,
+        prefix="scheduler",
+        helps=_PACED if name == "plan" else {},
+        defaults=defaults,
+        skip=("seed",),
     )
-    add_struct_flags(scheduler, SchedulerConfig, prefix="scheduler", skip=("seed",))

@@ -35,7 +35,8 @@ class Capacity:
 
     Attributes:
         kv_tokens: tokens whose K and V fit.
-        fitting: streams of the whole context that fit.
+        in_memory: streams of the whole context whose K and V fit.
+        fitting: of these, as many as there are rows.
         prefill_ms: a prompt alone, to its first token.
         levels: ascending in streams.
     """
@@ -44,6 +45,7 @@ class Capacity:
     kv_token_bytes: int
     kv_tokens: int
     context: int
+    in_memory: int
     fitting: int
     prefill_ms: float
     levels: list[Level]
@@ -95,7 +97,8 @@ def capacity(
         )
     card = deployment.card(prefills=False)
     pool = deployment.make_scheduler(card).memory
-    fitting = min(pool.num_usable // pool.blocks_for(context), deployment.scheduler.max_rows)
+    in_memory = pool.num_usable // pool.blocks_for(context)
+    fitting = min(in_memory, deployment.scheduler.max_rows)
     if fitting == 0:
         raise ConfigError(f"{pool.num_usable * pool.block_size} tokens of KV memory hold no {context}", field="context")
     prefill = prefill_seconds(deployment.card(), context - output, deployment.scheduler.max_step_tokens)
@@ -109,6 +112,7 @@ def capacity(
         deployment.model.kv_token_bytes(deployment.kv),
         pool.num_usable * pool.block_size,
         context,
+        in_memory,
         fitting,
         1e3 * prefill,
         levels,
