@@ -301,6 +301,18 @@ def from_mapping(values: dict[str, object]) -> Config:
     return config
 
 
+def check_together(config: Config) -> None:
+    """What no single setting shows, once file and flags are one: either may complete the other.
+
+    Raises:
+        ConfigError: a setting that would count for nothing.
+    """
+    if config.cache.kv_scales and config.cache.kv_dtype != "fp8":
+        raise ConfigError(
+            "are scales of KV in FP8, and KV is not: give --kv-dtype fp8 as well, on a GPU", field="cache.kv_scales"
+        )
+
+
 def _check_largest(config: Config) -> None:
     """Bounds of every whole number that has none of its own, so that it fits wherever it goes: ZeroMQ's options, a field
     of `welcome`, a clock, the length of a table.

@@ -57,6 +57,8 @@ def _settings(draw):
         names = draw(st.sets(st.sampled_from(sorted(hints))))
         if names:
             values[section] = {name: draw(_values(hints[name])) for name in sorted(names)}
+    if "kv_scales" in values.get("cache", {}):
+        values["cache"]["kv_dtype"] = "fp8"
     return values
 
 
@@ -138,6 +140,15 @@ def test_a_flag_out_of_range_is_refused_by_name():
     with pytest.raises(ConfigError) as caught:
         config_from(_parse("--heartbeat-ms", "1"))
     assert caught.value.field == "server.heartbeat_ms"
+
+
+def test_scales_of_kv_that_is_not_fp8_are_refused_once_file_and_flags_are_one(tmp_path):
+    with pytest.raises(ConfigError, match="give --kv-dtype fp8") as caught:
+        config_from(_parse("--kv-scales", "/nowhere"))
+    assert caught.value.field == "cache.kv_scales"
+    file = tmp_path / "c.toml"
+    file.write_text('[cache]\nkv_scales = "/nowhere"\n')
+    assert config_from(_parse("--config", str(file), "--kv-dtype", "fp8")).cache.kv_scales == "/nowhere"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def test_options_override_a_whole_configuration():
         ({"block_size": 17}, "cache.block_size", "17"),
         ({"device": "tpu"}, "model.device", "tpu"),
         ({"path": "b.gguf"}, "model.path", "twice"),
+        ({"kv_scales": "s.json"}, "cache.kv_scales", "kv-dtype fp8"),
     ],
 )
 def test_bad_options_are_named(options, field, hint):

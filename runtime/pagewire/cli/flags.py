@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from pagewire.config import Config, from_mapping
+from pagewire.config import Config, check_together, from_mapping
 from pagewire.errors import ConfigError
 from pagewire.sizes import parse_size, size_text
 
@@ -104,7 +104,9 @@ def config_from(namespace: argparse.Namespace) -> Config:
         given = values_of(namespace, section)
         if given:
             values.setdefault(section, {}).update(given)
-    return from_mapping(values)
+    config = from_mapping(values)
+    check_together(config)
+    return config
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

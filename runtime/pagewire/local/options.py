@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.config import Config, from_mapping
+from pagewire.config import Config, check_together, from_mapping
 from pagewire.errors import ConfigError
 
 
@@ -46,6 +46,7 @@ def config_of(
             raise ConfigError(f"unknown option{hint}", field=name)
         values[section][name] = str(value) if isinstance(value, Path) else value
     made = from_mapping(values)
+    check_together(made)
     if needs_model and not made.model.path:
         raise ConfigError("which model? Give a GGUF file or a folder in Hugging Face layout", field="model.path")
     return made
