@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
+import time
 
 import msgspec
 import pytest
@@ -14,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cli.echo_server import environment_of, pagewire
 
-from pagewire.cli.batch_lines import parse_line
+from pagewire.cli.batch_lines import answered, parse_line
 from pagewire.cli.batch_output import BatchOutput, hash_of
 from pagewire.cli.main import main
 from pagewire.errors import ConfigError, InvalidRequest, Overloaded, Unavailable, UnknownStream
+from pagewire_client.result import ChoiceResult, Result, TokenLogprob
+from pagewire_transport.messages import Usage
 
 
 def _records(path):
@@ -45,11 +49,33 @@ async def test_lines_are_answered_in_their_order_with_their_own_parameters(serve
     assert (second["id"], second["choices"][0]["text"]) == ("q", "three")
     assert (fourth["custom_id"], fourth["error"], fourth["response"]["status_code"]) == ("a", None, 200)
     body = fourth["response"]["body"]
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "four"}
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6}
+    assert body["choices"][0]["message"]["content"] == "four"
+    assert body["usage"]["total_tokens"] == 6
     by_size = sorted(server.asked, key=lambda asked: asked.params.max_tokens)
     assert [asked.params.max_tokens for asked in by_size] == [3, 4, 9, 9]
     assert by_size[1].params.stop == ("x",)
+
+
+@pytest.mark.parametrize("logprobs", [None, [TokenLogprob(-0.5, ((7, -0.5), (8, -math.inf))), TokenLogprob(math.nan)]])
+def test_answers_in_openais_form_are_read_by_openais_own_types(logprobs):
+    types = pytest.importorskip("openai.types", reason="the OpenAI SDK is not installed")
+    choice = ChoiceResult("ab", [7, 8], "stop", None, logprobs)
+    result = Result("baadca9a-23", [choice] * 2, Usage(prompt=5, completion=4, cached=3), 1, None, None)
+    bodies = []
+    for url, prompt in (("/v1/chat/completions", {"messages": []}), ("/v1/completions", {"prompt": "x"})):
+        asked = parse_line(json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": prompt}).encode())
+        bodies.append(json.loads(msgspec.json.encode(answered(asked, result, "m")["response"]["body"])))
+    chat = types.chat.ChatCompletion.model_validate(bodies[0], strict=True)
+    text = types.Completion.model_validate(bodies[1], strict=True)
+    assert (chat.id, text.id) == ("chatcmpl-baadca9a-23", "cmpl-baadca9a-23")
+    assert chat.created == pytest.approx(time.time(), abs=60)
+    assert chat.usage.prompt_tokens_details.cached_tokens == 3
+    assert [chat.choices[1].message.content, text.choices[1].text] == ["ab", "ab"]
+    if logprobs is not None:
+        first, second = chat.choices[0].logprobs.content
+        assert [(top.token, top.logprob) for top in first.top_logprobs] == [("token_id:7", -0.5), ("token_id:8", -9999)]
+        assert (second.token, second.logprob) == ("token_id:8", -9999)
+        assert text.choices[0].logprobs.token_logprobs == [-0.5, -9999]
 
 
 BAD = [

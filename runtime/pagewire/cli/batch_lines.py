@@ -12,7 +12,8 @@ answers have the shape of theirs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,12 +21,14 @@ import msgspec
 
 from pagewire.errors import InvalidRequest, PagewireError
 from pagewire_client import Result
+from pagewire_client.result import TokenLogprob
 from pagewire_transport.params import SamplingParams
 
 _SOURCES: Final = ("prompt", "prompt_ids", "messages")
 _PARAMS: Final = frozenset(field.name for field in msgspec.structs.fields(SamplingParams))
 _OWN: Final = frozenset({*_SOURCES, "id", "custom_id", "params", "template_kwargs", *_PARAMS})
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+_LOWEST: Final = -9999.0
 _IGNORED: Final = frozenset({"model", "user", "metadata", "store"})
 """Of an OpenAI body: they choose nothing here."""
 
@@ -167,24 +170,63 @@ def _number(text: str) -> int | str:
 
 
 def _openai_body(asked: Asked, result: Result, model: str) -> dict[str, Any]:
+    """As HTTP answers: programs that read the one read the other."""
     is_chat = asked.openai_url == _CHAT
     choices = []
     for index, choice in enumerate(result.choices):
-        text = {"message": {"role": "assistant", "content": choice.text}} if is_chat else {"text": choice.text}
-        record: dict[str, Any] = {"index": index, **text, "finish_reason": choice.finish_reason}
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        text = {"message": message} if is_chat else {"text": choice.text}
+        logprobs = None
         if choice.logprobs is not None:
-            record["logprobs"] = {"content": [_logprob(token) for token in choice.logprobs]}
-        choices.append(record)
+            logprobs = (_chat_logprobs if is_chat else _text_logprobs)(choice.token_ids, choice.logprobs)
+        choices.append({"index": index, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason})
     prompt, completion = result.usage.prompt, result.usage.completion
     return {
-        "id": result.request_id,
+        "id": ("chatcmpl-" if is_chat else "cmpl-") + result.request_id,
         "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": result.usage.cached},
+        },
     }
 
 
-def _logprob(token: Any) -> dict[str, Any]:
+def _chat_logprobs(ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    content = [
+        {**_chat_entry(token, entry.logprob), "top_logprobs": [_chat_entry(*pair) for pair in entry.top]}
+        for token, entry in zip(ids, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_entry(token: int, logprob: float) -> dict[str, Any]:
+    return {"token": _name(token), "bytes": None, "logprob": _finite(logprob)}
+
+
+def _text_logprobs(ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {
+        "tokens": [_name(token) for token in ids],
+        "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+        "top_logprobs": [{_name(token): _finite(value) for token, value in entry.top} for entry in logprobs],
+        "text_offset": None,
+    }
+
+
+def _name(token: int) -> str:
+    """As HTTP has it for a model without a tokenizer: results tell tokens by their ids."""
+    return f"token_id:{token}"
+
+
+def _finite(logprob: float) -> float:
+    """As over HTTP: JSON knows neither -∞ nor NaN."""
+    return max(_LOWEST, logprob)  # in this order, of which NaN is not the larger
+
+
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
     out: dict[str, Any] = msgspec.to_builtins(token)
     return out
