@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 import pytest_asyncio
 from tests.chaos.rig import REAL, served, temporary_folder
-from tests.clients.builds import ROOT, VECTORS, cpp_client, first_block, node_client, run
+from tests.clients.builds import ROOT, VECTORS, ProgramError, cpp_client, first_block, node_client, run
 
 from pagewire import curve_keys
 from pagewire.cli.model_path import demo_model
@@ -76,6 +76,9 @@ async def test_node_readme(server, node):
     (project / "example.mjs").write_text(first_block(node / "README.md", "js"))
     out = await run("node", "example.mjs", cwd=project, **server)
     assert re.search(r"\S.*\n(length: 32|stop: \d+) tokens, seed \d+\n$", out, re.DOTALL), out
+    with temporary_folder() as nobody, pytest.raises(ProgramError) as ended:
+        await run("node", "example.mjs", cwd=project, TMPDIR=str(nobody), XDG_RUNTIME_DIR="")
+    assert re.search(r"^node ended with 1\nconnection_lost: no server of yours runs .*\n$", str(ended.value))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -91,6 +91,7 @@ test('leaving the loop, and aborting, cancels', async () => {
   })();
   await assert.rejects(reading, /mine/);
   for (const stream of streams) assert.equal((await stream.result()).finishReason, 'cancelled');
+  for await (const chunk of streams[0]!) assert.fail(`read after its loop was left: ${chunk.text}`);
   assert.equal(client.numStreams, 0);
 });
 
