@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 
 from pagewire.cli import main as cli
 from pagewire.cli import model_path as models
-from pagewire.errors import EngineFailed, ModelError, Overloaded
+from pagewire.cli.complaint import complaint
+from pagewire.errors import ConfigError, EngineFailed, ModelError, Overloaded
 
 
 def _pagewire(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -65,6 +66,7 @@ def test_help_loads_nothing_heavy(arguments):
         (["serve", "--no-such-flag"], "there is no flag --no-such-flag; see `pagewire serve --help`"),
         (["serve", "--max-rowz", "3"], "--max-rowz; did you mean --max-rows? See `pagewire serve --help`"),
         (["serve", "--max-row=3"], "--max-row; did you mean --max-rows?"),
+        (["generate", "A", "--temp", "1"], "--temp; did you mean --temperature?"),
         (["serve", "--max-rows", "many"], "--max-rows: invalid int value: 'many'; see `pagewire serve --help`"),
         (["serve", "--dtype", "int3"], "'int3'"),
         (["generate", "--logit-bias", "5"], "'5' has no '='"),
@@ -106,6 +108,23 @@ def test_a_prompt_may_begin_with_a_minus():
     assert cli.parse(*cli.parser(), ["chat", "--", "-x"]).prompt == "-x"
 
 
+@pytest.mark.parametrize("begin", ["-", "--", "-h", "-i", "-=", "-5"])
+def test_a_key_may_begin_with_a_minus(begin):
+    key = f"{begin:x<40}"
+    for flag in (["--server-key", key], [f"--server-key={key}"]):
+        assert cli.parse(*cli.parser(), ["chat", *flag, "hi"]).server_key == key
+    assert cli.parse(*cli.parser(), ["keys", "curve", "allow", "bob", key]).words == ["allow", "bob", key]
+
+
+def test_a_flag_as_long_as_a_key_is_a_flag():
+    assert vars(cli.parse(*cli.parser(), ["serve", f"--state-dir={'x':x<28}"]))["engine.state_dir"] == "x" * 28
+    assert vars(cli.parse(*cli.parser(), ["serve", "--no-deterministic"]))["engine.deterministic"] is False
+
+
+def test_usage_names_a_flag_that_must_be_given():
+    assert _pagewire("calibrate", "--help").stdout.startswith("usage: pagewire calibrate [FLAGS] --text FILE MODEL\n")
+
+
 def test_ctrl_c_while_modules_are_imported_is_130_without_a_word(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
@@ -129,7 +148,8 @@ def test_a_model_that_does_not_exist_is_2_and_says_what_to_name():
 def test_a_setting_out_of_range_is_2_and_named():
     done = _pagewire("serve", "--max-rows", "0")
     assert done.returncode == 2
-    assert "scheduler.max_rows" in _one_line(done)
+    assert "scheduler.max_rows (--max-rows): " in _one_line(done)
+    assert _one_line(_pagewire("plan", "--ttft", "0")) == "pagewire: --ttft: must be above 0\n"
 
 
 def test_an_unknown_key_of_the_file_is_2_and_named(tmp_path):
@@ -166,6 +186,19 @@ def test_what_ends_a_command_decides_its_exit_code(monkeypatch, capsys, raised, 
     monkeypatch.setattr(cli, "_write_no_more", lambda: None)
     assert cli.main(["serve"]) == code
     assert capsys.readouterr().err.count("\n") == (0 if code == 130 else 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "flag", "wanted"),
+    [
+        (Overloaded("full", retry_after_ms=1500), None, "full; try again in 1.5 s"),
+        (ConfigError("too low", field="cache.kv_bytes"), "--kv-bytes", "cache.kv_bytes (--kv-bytes): too low"),
+        (ConfigError("too low", field="cache.kv_bytes"), None, "cache.kv_bytes: too low"),
+        (ConfigError("too\nlow", field="ttft"), "--ttft", "--ttft: too low"),
+    ],
+)
+def test_a_complaint_names_the_flag_and_when_to_try_again(error, flag, wanted):
+    assert complaint(error, flag) == wanted
 
 
 def test_without_a_model_and_without_the_demo_package_the_message_says_how_to_get_one(monkeypatch):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pagewire.cli.answer import show, speed
+from pagewire.cli.complaint import complaint
 from pagewire.errors import PagewireError
 from pagewire_client import Client, Result
 
@@ -181,7 +182,7 @@ def _turn(
         return True
     except PagewireError as error:
         conversation.answer("")
-        print("pagewire:", " ".join(str(error).split()), file=sys.stderr)
+        print("pagewire:", complaint(error), file=sys.stderr)
         return False
     conversation.answer(result.text)
     if shows_speed:

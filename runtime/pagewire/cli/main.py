@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol, cast
 
 from pagewire.cli.command_line import parser, version
+from pagewire.cli.complaint import complaint
 from pagewire.cli.parser import EXIT_USAGE, parse
 from pagewire.errors import ConfigError, InvalidRequest, ModelError, PagewireError
 
@@ -39,11 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command `pagewire`."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of another encoding shows `?` for what it does not have
         sys.stdout.reconfigure(errors="replace")
-    namespace = parse(*parser(), arguments)
+    top, commands = parser()
+    namespace = parse(top, commands, arguments)
     try:
         return _run(namespace)
     except PagewireError as error:
-        _complain(str(error))
+        field = error.field or ""
+        flag = commands[namespace.command].flag_of(field) if field in vars(namespace) else None
+        _complain(complaint(error, flag))
         return EXIT_USAGE if isinstance(error, ModelError | ConfigError | InvalidRequest) else EXIT_FAILED
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("pagewire"):  # a fault of ours

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 EXIT_USAGE = 2
+_KEY: Final = re.compile(r"-[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{39}")
+"""A CURVE key that begins with a minus: 40 characters of Z85."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -22,7 +25,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         """Arguments by name, flags as one word: `serve` has some forty, which stand below, in groups."""
         named = [action for action in actions if not action.option_strings]
         rest = "" if len(named) == len(list(actions)) else " [FLAGS]"
-        super().add_usage(usage or f"%(prog)s{rest} {_positionals(named)}".rstrip(), [], groups, prefix)
+        needed = [f" {a.option_strings[0]} {a.metavar}" for a in actions if a.option_strings and a.required]
+        text = f"%(prog)s{rest}{''.join(needed)} {_positionals(named)}".rstrip()
+        super().add_usage(usage or text, [], groups, prefix)
 
 
 def _positionals(actions: Iterable[argparse.Action]) -> str:
@@ -57,6 +62,16 @@ class Parser(argparse.ArgumentParser):
             known = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(choices)}"
             raise argparse.ArgumentError(None if what == "command" else action, f"there is no {what} {value!r}{known}")
 
+    def _parse_optional(self, arg_string: str) -> Any:
+        """Argparse takes whatever begins with a minus for a flag; one key in 85 does."""
+        if _KEY.fullmatch(arg_string) and arg_string.partition("=")[0] not in self._option_string_actions:
+            return None
+        return super()._parse_optional(arg_string)
+
+    def flag_of(self, dest: str) -> str | None:
+        """The flag whose value lands at `dest`."""
+        return next((a.option_strings[0] for a in self._actions if a.dest == dest and a.option_strings), None)
+
     def flags(self) -> list[str]:
         """All flags of this command."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
@@ -79,7 +94,8 @@ def _refuse(command: Parser, word: str, *, has_prompt: bool) -> NoReturn:
         command.error(f"{word!r} is one word too many; put quotes around a text")
     if flag in command.flags():
         command.error(f"{flag} stands behind '--', where everything is text; flags go before it")
-    near = get_close_matches(flag, command.flags(), 1)
+    longer = [known for known in command.flags() if known.startswith(flag)]
+    near = longer if len(longer) == 1 else get_close_matches(flag, command.flags(), 1)
     if near:
         command.error(f"there is no flag {flag}; did you mean {near[0]}?")
     hint = f"; a prompt that begins with '-' goes after --: {command.prog} -- '-…'" if has_prompt else ""
