@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
+import io
 import os
 import re
+import socket
+import sys
 
 import pytest
 from tests.cli.echo_server import pagewire
 
+from pagewire.cli import answer
 from pagewire.supervisor.rendezvous import ServerFolder
 
 
@@ -105,3 +112,36 @@ async def test_a_server_that_is_starting_is_told_from_none(served):
     folder.close()
     assert (code, err.count("\n")) == (1, 1)
     assert "still starting" in err
+
+
+class _Terminal(io.StringIO):
+    """Says what was written to it as soon as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = asyncio.Event()
+
+    def isatty(self):
+        return True
+
+    def flush(self):
+        self.written.set()
+
+
+async def test_who_waits_at_a_terminal_is_told_for_what(monkeypatch):
+    monkeypatch.setattr(answer, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+
+        async def connect():
+            async with answer.connected(argparse.Namespace(url=url, command="chat", server_key=None, key_file=None)):
+                raise AssertionError("nobody answered")
+
+        connecting = asyncio.create_task(connect())
+        async with asyncio.timeout(10):
+            await terminal.written.wait()
+        connecting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await connecting
+    assert terminal.getvalue() == f"waiting for {url} …\n"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final, Protocol
 
 from pagewire.cli.flags import values_of
 from pagewire.errors import ConfigError, InvalidRequest, PagewireError
-from pagewire_client import Result, Stream
+from pagewire_client import Client, Result, Stream, connect
 from pagewire_transport.servers import find_url
+
+_PATIENCE_S: Final = 1.0
 
 
 def prompt_of(namespace: argparse.Namespace) -> str:
@@ -31,18 +34,29 @@ def prompt_of(namespace: argparse.Namespace) -> str:
         raise InvalidRequest("standard input is no text in UTF-8", field="prompt") from None
 
 
-def url_of(namespace: argparse.Namespace) -> str:
-    """The server that is meant: by `--url`, or the newest that runs here.
+@contextlib.asynccontextmanager
+async def connected(namespace: argparse.Namespace) -> AsyncIterator[Client]:
+    """A connection to the server that is meant: by `--url`, or the newest that runs here; with the keys that were given.
+
+    Who sits at a terminal is told what keeps them waiting.
 
     Raises:
-        ConnectionLost: none runs.
+        PagewireError: as `connect`.
     """
-    return str(namespace.url) if namespace.url is not None else find_url()
+    url = str(namespace.url) if namespace.url is not None else find_url()
+    waiting = asyncio.get_running_loop().call_later(_PATIENCE_S, _say_waiting, url)
+    keys = {"server_key": namespace.server_key, "key_file": namespace.key_file}
+    try:
+        async with connect(url, name=f"pagewire {namespace.command}", **keys) as client:
+            waiting.cancel()
+            yield client
+    finally:
+        waiting.cancel()
 
 
-def keys_of(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The keys that were given, for `connect`."""
-    return {"server_key": namespace.server_key, "key_file": namespace.key_file}
+def _say_waiting(url: str) -> None:
+    if sys.stderr.isatty():
+        print(f"waiting for {url} …", file=sys.stderr, flush=True)
 
 
 def params_of(namespace: argparse.Namespace) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from tqdm import tqdm
 
 import pagewire
-from pagewire.cli.answer import keys_of, params_of
+from pagewire.cli.answer import connected, params_of
 from pagewire.cli.batch_lines import answered, label_of, parse_line, refused
 from pagewire.cli.batch_output import BatchOutput, hash_of
 from pagewire.cli.flags import config_from
@@ -33,7 +33,7 @@ from pagewire.errors import (
     Unavailable,
     UnknownStream,
 )
-from pagewire_client import Stream, connect
+from pagewire_client import Stream
 
 _STOPS: Final = (ConnectionLost, Draining, EngineFailed, Unauthorized)
 """Not this line's fault: the batch stops, and the line is asked again when it is run again."""
@@ -175,7 +175,7 @@ async def _door(namespace: argparse.Namespace) -> AsyncIterator[tuple[_Door, str
     if namespace.url is not None:
         if config.model.path:
             raise ConfigError("a server has its model already: give --url or --model", field="model.path")
-        async with connect(namespace.url, name="pagewire batch", **keys_of(namespace)) as client:
+        async with connected(namespace) as client:
             at_once = namespace.concurrency or min(_REMOTE_CONCURRENCY, client.info.max_streams)
             yield client, client.info.model, at_once
         return
