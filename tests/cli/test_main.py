@@ -218,10 +218,11 @@ def test_the_demo_model_is_found_without_importing_its_package():
 def test_info_tells_what_a_model_holds():
     done = _pagewire("info", str(models.model_path("")))
     assert done.returncode == 0, done.stderr
+    assert _pagewire("info").stdout == done.stdout, "as of serve, the demo model is the default"
     facts = dict(line.split("  ", 1) for line in done.stdout.splitlines())
     assert facts["architecture"].strip() == "llama"
     assert facts["layers"].strip() == "30"
-    assert facts["KV memory"].strip() == "23,040 bytes a token in 16 bits"
+    assert facts["KV memory"].strip() == "23,040 bytes a token in 16 bits; a CPU keeps 32: 46,080"
 
 
 def test_info_of_a_folder_without_weights_is_2(tmp_path):

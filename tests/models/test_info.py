@@ -59,6 +59,7 @@ def test_capacity_is_counted_in_whole_blocks_beside_the_null_block_and_scales(tm
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["KV in bf16"].strip().startswith("1,600 tokens in ")
     assert lines["KV in bf16"].endswith(": 33 streams of 33"), "of three blocks each"
+    assert lines["KV in float32"].strip().startswith("784 tokens in "), "half of them, less the null block"
     # Twice the blocks, less the null block, less one that the scales take.
     assert lines["KV in fp8"].strip().startswith("3,200 tokens in ")
     assert lines["KV in fp8"].endswith(": 66 streams of 33")

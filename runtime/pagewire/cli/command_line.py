@@ -173,7 +173,9 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         "--tokens", metavar="N", type=int, default=20_000, help="of the text, at most (default: 20000)"
     )
     of["calibrate"].add_argument("--out", metavar="FILE", type=Path, help="default: the model's name + .kv-scales.json")
-    of["info"].add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; a hub id is downloaded")
+    of["info"].add_argument(
+        "model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP}; a hub id is downloaded; default: the demo model"
+    )
     of["info"].add_argument("--kv-bytes", type=_size, default=2**30, metavar="SIZE", help="of KV memory; default: 1GiB")
     of["info"].add_argument(
         "--tokens",

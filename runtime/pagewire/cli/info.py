@@ -21,7 +21,7 @@ _SCALE_BYTES: Final = 4
 
 def run(namespace: argparse.Namespace) -> int:
     """Print one line a fact; then whatever would keep `serve` from serving it is raised."""
-    path = model_path(namespace.model)
+    path = model_path(namespace.model or "")
     file = gguf_file(path)
     if file is None:
         facts, check = _folder_facts(path if path.is_dir() else path.parent), partial(check_model, path)
@@ -40,7 +40,7 @@ def _capacity(config: DecoderConfig, namespace: argparse.Namespace) -> dict[str,
     """What so many bytes of KV hold, in whole blocks; one of them belongs to nobody."""
     facts = {}
     length = min(namespace.tokens or config.max_positions, config.max_positions)
-    for name, itemsize in (("bf16", 2), ("fp8", 1)):
+    for name, itemsize in (("float32", 4), ("bf16", 2), ("fp8", 1)):
         scales = 2 * config.num_layers * config.num_kv_heads * _SCALE_BYTES if itemsize == 1 else 0
         blocks = max(0, namespace.kv_bytes - scales) // config.kv_bytes(_BLOCK, itemsize) - 1
         streams = max(0, blocks) // -(-length // _BLOCK)
@@ -162,7 +162,7 @@ def _facts(  # one keyword a fact, so that the two formats cannot drift apart
     }
     if all(isinstance(value, int) and value > 0 for value in (layers, width, heads, kv_heads)):
         per_token = 2 * layers * kv_heads * (head_dim or width // heads) * 2
-        facts["KV memory"] = f"{per_token:,} bytes a token in 16 bits"
+        facts["KV memory"] = f"{per_token:,} bytes a token in 16 bits; a CPU keeps 32: {2 * per_token:,}"
     return facts
 
 
