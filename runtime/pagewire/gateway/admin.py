@@ -69,6 +69,8 @@ class OwnersDesk:
         _log.info("drain_asked", streams=self._gateway.num_streams)
         self._stop()
         num = self._gateway.num_streams
+        if not num:
+            return "no stream is open; the server stops now"
         return (
             f"{num} stream{' is' if num == 1 else 's are'} open; they have {self._config.drain_timeout_ms / 1000:g} s"
         )
