@@ -12,6 +12,7 @@ Importing this package is cheap: what needs torch is imported when it is first n
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from pagewire.spinning import spin_briefly
@@ -50,4 +51,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    """Without what this module imports for itself; modules of the package that are loaded can be named."""
+    loaded = [name for name, value in globals().items() if sys.modules.get(f"{__name__}.{name}") is value]
+    return sorted({*__all__, *loaded, *(name for name in globals() if name.startswith("__"))})
