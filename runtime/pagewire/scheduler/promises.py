@@ -164,7 +164,7 @@ class Promises:
         can_help = forecast.own_ns <= limit_ns or not asked
         over_ms = (forecast.total_ns - (limit_ns if can_help and asked else limit_ns + forecast.own_ns)) / MS
         raise Overloaded(
-            f"the first token would come after about {forecast.ms} ms, promised are {limit_ns / MS:.0f}",
+            f"the first token would come after about {forecast.ms} ms, promised are {limit_ns / MS:g}",
             field=field if asked else None,
             retry_after_ms=_retry_ms(over_ms) if can_help else None,
             predicted_ttft_ms=forecast.ms,
