@@ -52,6 +52,8 @@ _SERVER: Final = f"pagewire {version('pagewire')}"
 _RETRY_AFTER_MS: Final = 1000
 _KEY_BYTES: Final = 16
 _FLUSH_S: Final = 0.5
+_TAKEN_S: Final = 0.05
+"""From the last words to the end of the socket: what a reader has not taken by then beyond its high-water mark, its libzmq drops."""
 _POLL_S: Final = 0.002
 
 
@@ -178,10 +180,13 @@ class WireServer:
         if door is None:
             return
         self._is_draining = True
+        told = self._has_news()
         deadline = asyncio.get_running_loop().time() + _FLUSH_S
         # Polled, once, at shutdown: an event would be looked after in every step of the server's life.
         while self._has_news() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
+        if told:
+            await asyncio.sleep(_TAKEN_S)
         self._core.sinks.remove(self)
         for reader in self._readers.values():
             self._delivery.remove_reader(reader)

@@ -42,6 +42,8 @@ _STATS_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 0.2
 """Between two attempts to reach the engine: it is on this machine, and everybody's streams wait for it."""
 _FRESH_IPC: Final = "ipc://*"
+_TAKEN_S: Final = 0.05
+"""From the last words to the end of the socket: what a reader has not taken by then beyond its high-water mark, its libzmq drops."""
 
 
 def run(config: Config, engine_url: str, reporter: Reporter, admin_url: str = "") -> int:
@@ -248,7 +250,10 @@ async def _drain(gateway: Gateway, seconds: float, hurry: asyncio.Event) -> None
     while gateway.num_streams and loop.time() < deadline and not hurry.is_set():  # noqa: ASYNC110
         await asyncio.sleep(_POLL_S)
     deadline = min(deadline, loop.time())
-    if gateway.num_streams:
+    told = gateway.num_streams > 0
+    if told:
         gateway.end_draining()
     while gateway.has_news and loop.time() < deadline + _LAST_WORDS_S:  # noqa: ASYNC110
         await asyncio.sleep(_POLL_S)
+    if told:
+        await asyncio.sleep(_TAKEN_S)
