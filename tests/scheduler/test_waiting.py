@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from timed import MS, Timed
 
@@ -32,6 +32,17 @@ def sequence(order: int, due_ns: int, share: str, priority: int = 0, tokens: int
         ),
         max_size=60,
     )
+)
+@example(
+    orders=[
+        ("push", 1, "a"),
+        ("push", 1, "b"),
+        ("charge", 8193, "a"),
+        ("push", 1, "a"),
+        ("remove", 0, ""),
+        ("remove", 0, ""),  # only one client waits, which is ahead of nobody
+        ("push", 1, "b"),
+    ]
 )
 @pytest.mark.parametrize("few", [0, 64])  # clients up to which a loop finds the first, beyond which arrays do
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

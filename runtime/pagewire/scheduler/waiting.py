@@ -139,7 +139,7 @@ class WaitingQueue:
     def ahead_of(self, due_ns: int) -> tuple[int, int]:
         """How many wait that are due no later, and the tokens that they have to compute."""
         before = self._slot_due <= due_ns
-        return int(np.count_nonzero(before)), int(self._slot_tokens[before].sum())
+        return int(np.count_nonzero(before)), int(np.add.reduce(self._slot_tokens[before]))
 
     def charge(self, name: str, tokens: int) -> None:
         """A client was served. It gets ahead only of others that wait: what nobody else wanted is free."""
@@ -203,20 +203,24 @@ class WaitingQueue:
 
     def _find_first(self) -> Sequence | None:
         clients = self._clients
-        if len(clients) > _FEW:
-            return self._find_first_of_many()
         if not clients:
             return None
-        if len(clients) == 1:
+        if len(clients) == 1:  # it is ahead of nobody: the floor stays
             return next(iter(clients.values())).first()
+        if len(clients) > _FEW:
+            return self._find_first_of_many()
         least = min([client.served for client in clients.values()])
         self._floor = max(self._floor, least)
         bound = least + SHARE_TOKENS
-        # Of equal ones the lowest place, as below.
-        return min(
-            [client for client in clients.values() if client.served <= bound],
-            key=lambda client: (client.due, client.place),
-        ).first()
+        best: _Client | None = None
+        for client in clients.values():
+            # Of equal ones the lowest place, as below. `min` with a key takes three times as long.
+            if client.served <= bound and (
+                best is None or client.due < best.due or (client.due == best.due and client.place < best.place)
+            ):
+                best = client
+        assert best is not None
+        return best.first()
 
     def _find_first_of_many(self) -> Sequence | None:
         n = len(self._by_place)
