@@ -117,7 +117,7 @@ def test_more_work_never_takes_less_time(observed, work, more, by):
     model = CostModel(buckets=BUCKETS)
     for done, took in observed:
         model.observe(done, took)
-    parts = {name: getattr(work, name) for name in StepWork.__slots__}
+    parts = {name: getattr(work, name) for name in StepWork._fields}
     larger = StepWork(**(parts | {more: parts[more] + by}))
     assert model.predict(larger) >= model.predict(work)
 

@@ -99,7 +99,7 @@ class BlockPool:
             np.subtract.at(ref, blocks, 1)
             left = ref[blocks]
             freed = blocks[left <= 0]
-            released_twice = bool(ref[freed].any())
+            released_twice = np.count_nonzero(ref[freed]) > 0
             if freed.size > 1:
                 freed = self._distinct(freed)
         if released_twice:
@@ -121,7 +121,7 @@ class BlockPool:
         left = ref.take(blocks)
         left -= 1
         ref[blocks] = left
-        if left.any():
+        if np.count_nonzero(left):
             raise InternalError(f"cached blocks have other holders: {self._ids(blocks, left != 0)}")
         self.num_owned -= blocks.size
         self.num_cached += blocks.size

@@ -14,9 +14,9 @@ the numbers, each once a step.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
-from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,12 +28,7 @@ from pagewire.step.step import NULL_BLOCK, Int32Array
 NO_LIMIT: Final = 2**31 - 1
 """Headroom of an empty batch."""
 
-_Array = TypeVar("_Array", RowIndex, Int32Array)
-
-
-def _frozen(array: _Array) -> _Array:
-    array.flags.writeable = False
-    return array
+_Key = TypeVar("_Key", int, float)
 
 
 def _backed_when_written(rows: int, columns: int) -> Int32Array:
@@ -51,8 +46,7 @@ def _backed_when_written(rows: int, columns: int) -> Int32Array:
     return np.frombuffer(memory, np.int32).reshape(rows, columns)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSet:
+class DecodeSet(NamedTuple):
     """The rows that decode, with what a step needs of them; the same object from step to step until one joins or leaves.
 
     All arrays have the length of `rows`, and are read-only, since several plans share them.
@@ -98,6 +92,7 @@ class Batch:
         # Lowest row first: a small batch stays at the front of every array.
         self.num_placed = 0
         self.num_by_priority: dict[int, int] = {}  # placed ones
+        self._num_by_itl: dict[float, int] = {}  # likewise
         self.num_paused = 0  # placed ones whose state that is; changed by `set_paused` and `detach`
         self.num_departures = 0
         self._high = 0
@@ -122,16 +117,19 @@ class Batch:
         """Who decodes. O(1) as long as nobody joined or left, otherwise a few whole-array operations."""
         if self._decode_set is None:
             rows = self.decodes[: self._high].nonzero()[0]
-            narrow_rows, epochs, slots, num_prompt = _frozen(self._constant.take(rows, axis=1))
-            self._decode_set = DecodeSet(
-                rows=_frozen(rows),
-                narrow_rows=narrow_rows,
-                epochs=epochs,
-                slots=slots,
-                num_prompt=num_prompt,
-                ledger_starts=_frozen(rows * self.ledger.shape[1]),
-            )
+            constant, ledger_starts = self._constant.take(rows, axis=1), rows * self.ledger.shape[1]
+            for array in (rows, constant, ledger_starts):
+                array.setflags(write=False)
+            self._decode_set = DecodeSet(rows, constant[0], constant[1], constant[2], constant[3], ledger_starts)
         return self._decode_set
+
+    def tightest_ns(self, rows: RowIndex) -> float:
+        """The tightest promise between two tokens among `rows`; infinity of none. O(1) where all in the batch have the same."""
+        if not rows.size:
+            return math.inf
+        if len(self._num_by_itl) == 1:
+            return next(iter(self._num_by_itl))
+        return float(np.minimum.reduce(self.itl_ns.take(rows)))
 
     @property
     def num_in_use(self) -> int:
@@ -160,7 +158,8 @@ class Batch:
         self.num_known[row] = known.size
         self.limit[row] = sequence.limit
         self.slot[row] = sequence.slot
-        self.itl_ns[row] = sequence.itl_ns
+        self.itl_ns[row] = itl_ns = sequence.itl_ns
+        self._num_by_itl[itl_ns] = self._num_by_itl.get(itl_ns, 0) + 1
         self.sequences[row] = sequence
         sequence.row = row
         sequence.num_known = self.num_known
@@ -211,10 +210,8 @@ class Batch:
         self.num_departures += 1
         self.num_placed -= 1
         self.num_paused -= sequence.state is SequenceState.PAUSED
-        priority = sequence.request.priority
-        self.num_by_priority[priority] -= 1
-        if not self.num_by_priority[priority]:
-            del self.num_by_priority[priority]
+        _count_down(self._num_by_itl, sequence.itl_ns)
+        _count_down(self.num_by_priority, sequence.request.priority)
         return sequence
 
     def vacate(self, row: int) -> None:
@@ -232,6 +229,8 @@ class Batch:
         assert self.num_placed == len(placed)
         assert self.num_paused == sum(s.state is SequenceState.PAUSED for s in self.sequences if s is not None)
         assert self.num_by_priority == {priority: placed.count(priority) for priority in placed}
+        promised = [sequence.itl_ns for sequence in self.sequences if sequence is not None]
+        assert self._num_by_itl == {itl_ns: promised.count(itl_ns) for itl_ns in promised}
         for row, sequence in enumerate(self.sequences):
             if sequence is None:
                 assert not self.decodes[row], row
@@ -252,3 +251,12 @@ class Batch:
             blocks = self.blocks(row)
             assert (blocks != NULL_BLOCK).all(), row
             assert np.unique(blocks).size == blocks.size, row
+
+
+def _count_down(num_by: dict[_Key, int], key: _Key) -> None:
+    """One less of `key`."""
+    left = num_by[key] - 1
+    if left:
+        num_by[key] = left
+    else:
+        del num_by[key]

@@ -48,14 +48,16 @@ class BucketCosts:
 
     def _refresh(self) -> None:
         """Once for all that was learnt since the last prediction, and of whole arrays: a loop over them took longer than the learning."""
+        self._is_stale = False
         tokens = self._tokens
+        if not tokens.size:
+            return
         formula = self._step + self._token * tokens + self._beyond * np.maximum(0.0, tokens - self._knot)
         most = _OFFSET_MAX * formula  # which moves: an offset that was small against it may not be any more
         decode, mixed = self._offsets
         costs = formula + np.minimum(most, np.maximum(-most, np.array(decode + mixed)))
         n = len(decode)
         self._costs = np.maximum.accumulate(costs[:n]).tolist(), np.maximum.accumulate(costs[n:]).tolist()
-        self._is_stale = False
 
     def _formula(self, tokens: int) -> float:
         ns = self._step + self._token * tokens

@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -71,9 +70,8 @@ _NUMBER_MAX: Final = 1e18
 """No run leaves larger ones: in ns, thirty years. Those that a float holds, and no sum of them, would make predictions infinite."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """What a step computes, as far as its time depends on it. All are ≥ 0.
+class StepWork(NamedTuple):
+    """What a step computes, as far as its time depends on it. All are ≥ 0. A tuple: a plan makes a dozen of them.
 
     Attributes:
         prefill_tokens: of all chunks.
@@ -105,7 +103,7 @@ def pairs(num_tokens: int, context: int) -> float:
 def work_of(plan: StepPlan) -> StepWork:
     """What `plan` computes."""
     n = plan.num_decode
-    kv = int(plan.starts[:n].sum()) + n
+    kv = int(np.add.reduce(plan.starts[:n])) + n
     if plan.rows.size == n:
         return StepWork(0, 0.0, n, kv)
     tokens, starts = plan.num_tokens[n:].astype(np.float64), plan.starts[n:]

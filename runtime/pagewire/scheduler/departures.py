@@ -33,8 +33,9 @@ class _Leaving:
     row: int
     sequence: Sequence
     valid_ids: TokenArray
-    """Tokens whose KV is written and proven: may be published."""
+    """Tokens whose KV is written and proven: may be published. A view of the ledger, whose row nobody has before the release."""
     blocks: Int32Array
+    """A view of the block table, likewise."""
     fork_blocks: Int32Array
 
 
@@ -172,11 +173,12 @@ class Departures:
             self.prefilling.remove(sequence)
         self.wake(self._prefixes.end(sequence))
         computed = batch.num_valid(row) if publish and sequence.is_proven else 0
-        blocks = batch.blocks(row).copy()
+        if keep is not None:  # a stop string was found late: what came after it does not count
+            computed = min(computed, sequence.num_prompt + keep)
+        blocks, valid = batch.blocks(row), batch.ledger[row, :computed]
         batch.detach(row)
-        if keep is not None:  # a stop string was found late: what came after it does not count, its KV stays good
+        if keep is not None:
             sequence.output = sequence.output[:keep]
-        valid = sequence.known_ids()[:computed]
         fork_blocks, sequence.fork_blocks = sequence.fork_blocks, _NO_BLOCKS
         if sequence.followers:
             self.num_reserved_rows -= len(sequence.followers)

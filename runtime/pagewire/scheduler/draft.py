@@ -33,7 +33,8 @@ class Draft:
         self._starts: list[int] = []
         self._num_tokens: list[int] = []
         self._token_ids: list[TokenArray] = []
-        self._samples: list[tuple[int, int]] = []  # (index of the chunk, row)
+        self._sampled: list[int] = []  # rows, and the chunks that they draw from
+        self._sampled_chunks: list[int] = []
         self._prompt_logprobs: dict[int, int] = {}
 
     @property
@@ -51,8 +52,11 @@ class Draft:
 
     def set_blocks(self, row: int, first_col: int, blocks: Int32Array) -> None:
         """A run of one row's block table."""
-        self._block_rows.append(np.full(blocks.size, row, np.int32))
-        self._block_cols.append(np.arange(first_col, first_col + blocks.size, dtype=np.int32))
+        rows = np.empty(blocks.size, np.int32)
+        rows.fill(row)
+        cols = ascending(blocks.size)
+        self._block_rows.append(rows)
+        self._block_cols.append(cols + np.int32(first_col) if first_col else cols)
         self._block_ids.append(blocks)
 
     def grow_blocks(self, rows: Int32Array, cols: Int32Array, blocks: Int32Array) -> None:
@@ -87,7 +91,8 @@ class Draft:
 
     def sample(self, chunk: int, row: int) -> None:
         """Draw from the last logits of `chunk` for `row`."""
-        self._samples.append((chunk, row))
+        self._sampled.append(row)
+        self._sampled_chunks.append(chunk)
 
     def want_prompt_logprobs(self, chunk: int, top: int) -> None:
         """Log-probabilities of the chunk's next prompt tokens."""
@@ -106,15 +111,19 @@ class Draft:
         rows = sample_rows = decode_rows
         starts, num_tokens, entries = decode_starts, ones(num_decode), ascending(num_decode)
         if self._rows:
+            num_entries = num_decode + len(self._rows)
             rows = np.concatenate((rows, np.array(self._rows, np.intp)))
-            starts = np.concatenate((starts, np.array(self._starts, np.int32)))
-            num_tokens = np.concatenate((num_tokens, np.array(self._num_tokens, np.int32)))
-            if self._samples:
-                chunks, of_rows = zip(*self._samples, strict=True)
-                entries = np.concatenate((entries, np.array(chunks, np.int32) + np.int32(num_decode)))
+            columns = np.empty((2, num_entries), np.int32)
+            columns[0, :num_decode] = starts
+            columns[1, :num_decode] = 1
+            columns[:, num_decode:] = self._starts, self._num_tokens
+            starts, num_tokens = columns[0], columns[1]
+            if self._sampled == self._rows:
                 # Every chunk with one sample, its own: what a prompt's last chunk is unless it forks.
-                own = of_rows == tuple(self._rows)
-                sample_rows = rows if own else np.concatenate((sample_rows, np.array(of_rows, np.intp)))
+                sample_rows, entries = rows, ascending(num_entries)
+            elif self._sampled:
+                entries = np.concatenate((entries, np.array(self._sampled_chunks, np.int32) + np.int32(num_decode)))
+                sample_rows = np.concatenate((sample_rows, np.array(self._sampled, np.intp)))
         if decode_set is not None and rows is decode_set.rows:
             narrow, epochs = decode_set.narrow_rows, decode_set.epochs
         else:

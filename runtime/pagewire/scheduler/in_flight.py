@@ -65,9 +65,14 @@ class InFlight:
 
     def fence_of(self, row: int) -> int | None:
         """The last step not applied that names `row`; None: no step does. O(rows), when something leaves."""
-        if self.planning_step is not None and (row in self.planning_chunks or (self.planning_rows == row).any()):
+        if self.planning_step is not None and (row in self.planning_chunks or _holds(self.planning_rows, row)):
             return self.planning_step
         for planned in reversed(self.steps):
-            if (planned.rows == row).any() or (planned.sample_rows == row).any():
+            rows, sample_rows = planned.rows, planned.sample_rows
+            if _holds(rows, row) or (sample_rows is not rows and _holds(sample_rows, row)):
                 return planned.step
         return None
+
+
+def _holds(rows: RowIndex, row: int) -> bool:
+    return bool(np.count_nonzero(rows == row))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from pagewire.config import SchedulerConfig
 from pagewire.scheduler.batch import Batch, DecodeSet
@@ -77,8 +78,7 @@ class TimeBudget(TokenBudget):
         return self._model.predict(self.work.with_chunk(LEAST_CHUNK, 0)) <= self._ns
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
+class _Planned(NamedTuple):
     step: int
     work: StepWork
     planned_ns: int
@@ -115,12 +115,12 @@ class Pacer:
         """For a step in which `rows` decode at `starts`."""
         if everyone is not self._tightest_of:
             self._tightest_of = everyone
-            self._tightest = float(self._batch.itl_ns.take(everyone.rows).min()) if everyone.rows.size else math.inf
+            self._tightest = self._batch.tightest_ns(everyone.rows)
         n = rows.size
         if everyone is self._kv_of and rows is everyone.rows:  # as in the last step, each a position further
             kv = self.decode_work.decode_kv + n
         else:
-            kv = int(starts.sum()) + n
+            kv = int(np.add.reduce(starts)) + n
         self._kv_of = everyone if rows is everyone.rows else None
         self.decode_work = StepWork(0, 0.0, n, kv) if n else _NO_WORK
         tokens = self.max_step_tokens - n

@@ -63,7 +63,9 @@ class Prefill:
         if not self._departures.prefilling and self._admission.is_closed():
             self._admission.most_urgent(now_ns)  # who is late lets others go first while they wait, too
             return
-        begun = sorted((s for s in self._departures.prefilling if not s.is_leaving), key=_urgency, reverse=True)
+        begun = [sequence for sequence in self._departures.prefilling if not sequence.is_leaving]
+        if len(begun) > 1:
+            begun.sort(key=_urgency, reverse=True)
         num_placed = 0
         # The queue: its first cannot be admitted now, and nobody goes past it. Who could take a row from somebody who was
         # just given one may do so in the next step.
@@ -158,7 +160,7 @@ class Prefill:
             params=request.params,
             seed=sequence.seed,
             prompt_ids=request.prompt_ids,
-            output_ids=self._batch.output_ids(row).copy(),
+            output_ids=sequence.output,
             eos_ids=() if request.params.ignore_eos else self._eos_ids,
         )
 

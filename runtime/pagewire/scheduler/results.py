@@ -62,13 +62,14 @@ class Results:
     def _advance_chunks(self, plan: StepPlan, result: StepResult, outcome: StepOutcome) -> None:
         """Positions of prompts that are computed now, and their log-probabilities."""
         batch = self._batch
-        chunks = slice(plan.num_decode, None)
-        rows = plan.rows[chunks]
-        ours = batch.epoch[rows] == plan.epochs[chunks]
-        batch.num_computed[rows[ours]] = (plan.starts[chunks] + plan.num_tokens[chunks])[ours]
+        for entry in range(plan.num_decode, plan.rows.size):  # one or two in most steps
+            row = plan.rows[entry]
+            if batch.epoch[row] == plan.epochs[entry]:
+                batch.num_computed[row] = plan.starts[entry] + plan.num_tokens[entry]
         for rows_of in result.prompt_logprobs:
-            if ours[rows_of.entry - plan.num_decode]:
-                trimmed = trim_prompt_logprobs(batch.sequences[plan.rows[rows_of.entry]], rows_of)
+            row = plan.rows[rows_of.entry]
+            if batch.epoch[row] == plan.epochs[rows_of.entry]:
+                trimmed = trim_prompt_logprobs(batch.sequences[row], rows_of)
                 if trimmed is not None:
                     outcome.prompt_logprobs.append(trimmed)
 
@@ -157,7 +158,7 @@ class Results:
     def _finish_prefills(self, plan: StepPlan, samples: Int32Array, now_ns: int) -> None:
         """First tokens: their prompts are computed, and proven by good logits; now they may be found by others."""
         batch = self._batch
-        for s in samples[np.searchsorted(samples, plan.num_decode) :]:
+        for s in samples[samples.searchsorted(plan.num_decode) :].tolist():
             row, entry = int(plan.sample_rows[s]), int(plan.sample_entries[s])
             sequence = self._sequence_in(np.intp(row))
             if sequence.first_token_ns is None:
