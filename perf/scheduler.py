@@ -4,7 +4,8 @@ A stub worker answers one step late, as with overlap. Sequences are staggered in
 cross a block boundary in the same step), one joins and one finishes every 10 steps, and what they computed is published
 in the radix tree. The probe does what cannot be left out: append, stop and length checks, growth of block tables.
 Steps of the two alternate, so that both find the same machine and the same cold caches, as
-in an engine whose loop does other things between two steps. Beside the times stand `anchors.md`'s host
+in an engine whose loop does other things between two steps. Each case has a process of its own: memory that the case before
+had touched would spare the probe, and not the scheduler, the page faults of a fresh start. Beside the times stand `anchors.md`'s host
 table as targets; absolute times differ from machine to machine, the ratio does not.
 
 The full policy: 512 sequences run, 512 wait, from 16 clients, all promised something; steps are timed, the cost model
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import resource
 import time
 
@@ -170,7 +172,9 @@ def measure(
 def report_steps(report: Report, steps: int, *, cpu_time: bool) -> None:
     cases = [(n, False, 0) for n in (1, 64, 256, 512, 1024)] + [(512, True, 0), (512, False, 512)]
     for rows, aligned, waiting in cases:
-        ours, theirs, ended = measure(rows, steps, aligned=aligned, waiting=waiting, cpu_time=cpu_time)
+        given = {"aligned": aligned, "waiting": waiting, "cpu_time": cpu_time}
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            ours, theirs, ended = pool.apply(measure, (rows, steps), given)
         case = f"{rows} running" + (", aligned" if aligned else "") + (f" + {waiting} waiting" if waiting else "")
         for name, q in (("p50", 50), ("p99", 99)):
             a, b = np.percentile(ours, q) / 1e3, np.percentile(theirs, q) / 1e3
