@@ -23,9 +23,9 @@ from pagewire.step.step import Int32Array
 LEAST_CHUNK: Final = 64
 """Tokens; the smallest graph with prefill is that large, so that less would hardly be faster."""
 MS: Final = 1_000_000
-DELIVERY_NS: Final = MS // 2
+DELIVERY_NS: Final = 350_000
 """Of a promise that is left to what tokens still pass after their step: its end is seen, they are sent and received, now a little
-sooner, now later. On an H200 the gaps that clients see are as long as the steps in the middle, and 0.7 ms longer in one of a hundred."""
+sooner, now later. On an H200 with half a millisecond, 99 of 100 gaps that clients saw were within 11.4 to 11.6 ms of the 12 promised."""
 _DELIVERY_PART: Final = 0.05
 """Of a short promise at most."""
 _NO_WORK: Final = StepWork()
