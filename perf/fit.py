@@ -14,7 +14,7 @@ from recorded import RealRun
 from workload import chat_lengths, poisson_requests, poisson_seconds
 
 from pagewire.config import SchedulerConfig
-from pagewire.simulator.card import H200, LLAMA_8B, CardRates, ModelledCard, Products, StepWork
+from pagewire.simulator.card import H200, LLAMA_8B, CardRates, ModelledCard, Precision, Products, StepWork
 from pagewire.simulator.deployment import Deployment, simulate
 from pagewire.simulator.figures import Counting, Summary
 from pagewire.simulator.simulation import Host
@@ -37,8 +37,8 @@ Rates = tuple[CardRates, Host]
 
 UNFITTED = replace(
     H200,
-    products=H200.products | {"bf16": Products(4.1e12, 3.7e12, 783e12, 4.0)},
-    decode=H200.decode | {"bf16": 4.3e12},
+    products={"bf16": Products(4.1e12, 3.7e12, 783e12, 4.0), "fp8": Products(3.5e12, 3.0e12, 1350e12, 4.0)},
+    decode={"bf16": 4.3e12, "fp8": 4.0e12},
     elementwise_token_s=40e-9,
     sample_s=1e-6,
     step_s=30e-6,
@@ -49,7 +49,7 @@ UNFITTED = replace(
 def simulated(run: RealRun, rates: CardRates, host: Host, seconds: float) -> Summary:
     """The same load on a modelled card."""
     deployment = Deployment(
-        LLAMA_8B, rates, host=host, max_model_len=8192,
+        LLAMA_8B, rates, host=host, max_model_len=8192, weights=run.precision, kv=run.precision,
         scheduler=SchedulerConfig(
             max_rows=run.max_rows, max_step_tokens=run.step_tokens, max_waiting=100_000,
             itl_target_ms=run.itl_target, ttft_target_ms=run.ttft_target,
@@ -74,16 +74,21 @@ def arrivals(rate: float, seconds: float, seed: int = 0) -> tuple[Arrival, ...]:
     )
 
 
+def modelled(rates: CardRates, precision: Precision = "bf16") -> ModelledCard:
+    """One card with the model of the runs."""
+    return ModelledCard(LLAMA_8B, rates, weights=precision, kv=precision)
+
+
 def decode_ms(card: ModelledCard, streams: int) -> float:
     """A step of `decode.py`."""
     return 1e3 * card.seconds(StepWork(streams, streams * DECODE_CONTEXT, 0, streams))
 
 
 def residuals(
-    runs: Sequence[RealRun], steps: dict[int, float], rates: CardRates, host: Host
+    runs: Sequence[RealRun], steps: dict[int, float], rates: CardRates, host: Host, precision: Precision = "bf16"
 ) -> npt.NDArray[np.float64]:
     """Logarithms of simulated ÷ real, of each figure of each run and of each step."""
-    card = ModelledCard(LLAMA_8B, rates)
+    card = modelled(rates, precision)
     terms = [math.log(decode_ms(card, streams) / ms) for streams, ms in steps.items()]
     for run in runs:
         found = simulated(run, rates, host, run.seconds)
@@ -101,16 +106,20 @@ def fit(
     steps: dict[int, float],
     start: Rates | None = None,
     names: Sequence[str] = ALL_RATES,
+    precision: Precision = "bf16",
 ) -> tuple[CardRates, Host, float]:
     """Least squares (Levenberg, Marquardt) over the logarithms of `names`, from `start` on; and the loss that is left.
+
+    Rates of products and of decode attention are those of `precision`, which is that of all runs and steps.
 
     Percentiles of a simulated run are steps, not slopes, so derivatives are taken over a few percent.
     """
     rates = start or (H200, Host())
-    left = residuals(runs, steps, *rates)
+    left = residuals(runs, steps, *rates, precision)
     damping = 0.02
     for _ in range(_ROUNDS):
-        slopes = np.stack([residuals(runs, steps, *_scaled(*rates, name, _NUDGE)) - left for name in names], axis=1)
+        nudged = [_scaled(*rates, name, _NUDGE, precision) for name in names]
+        slopes = np.stack([residuals(runs, steps, *tried, precision) - left for tried in nudged], axis=1)
         slopes /= math.log(_NUDGE)
         normal, pull = slopes.T @ slopes, slopes.T @ left
         better = None
@@ -120,8 +129,8 @@ def fit(
             )
             tried = rates
             for name, by in zip(names, move, strict=True):
-                tried = _scaled(*tried, name, math.exp(by))
-            found = residuals(runs, steps, *tried)
+                tried = _scaled(*tried, name, math.exp(by), precision)
+            found = residuals(runs, steps, *tried, precision)
             if found @ found < left @ left:
                 better = tried, found
                 damping /= 3
@@ -136,13 +145,13 @@ def fit(
     return *rates, float(np.mean(left**2))
 
 
-def _scaled(rates: CardRates, host: Host, name: str, factor: float) -> tuple[CardRates, Host]:
+def _scaled(rates: CardRates, host: Host, name: str, factor: float, precision: Precision) -> tuple[CardRates, Host]:
     if name.endswith("_ns"):
         return rates, replace(host, **{name: round(getattr(host, name) * factor)})
     if name in ("single", "stream", "compute", "knee"):
-        products = rates.products["bf16"]
+        products = rates.products[precision]
         products = replace(products, **{name: getattr(products, name) * factor})
-        return replace(rates, products=rates.products | {"bf16": products}), host
+        return replace(rates, products=rates.products | {precision: products}), host
     if name == "decode":
-        return replace(rates, decode=rates.decode | {"bf16": rates.decode["bf16"] * factor}), host
+        return replace(rates, decode=rates.decode | {precision: rates.decode[precision] * factor}), host
     return replace(rates, **{name: getattr(rates, name) * factor}), host

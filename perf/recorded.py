@@ -10,10 +10,12 @@ from pathlib import Path
 
 from workload import RAMP_S, chat_lengths
 
+from pagewire.simulator.card import Precision
+
 _MEAN_OUTPUT = sum(output for _, output in chat_lengths(4000)) / 4000
-_CASE = re.compile(r"8b bf16, (closed|poisson) ([\d.]+)$")
-_RATE = re.compile(r"8b bf16, ([\d.]+)/s, seed (\d+)$")
-_DECODE = re.compile(r"8b bf16/bf16 (\d+)x")
+_CASE = r"8b {}, (closed|poisson) ([\d.]+)$"
+_RATE = r"8b {}, ([\d.]+)/s, seed (\d+)$"
+_DECODE = r"8b {0}/{0} (\d+)x"
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class RealRun:
         step_tokens, max_rows, itl_target, ttft_target: the engine's; ms, 0: nothing was promised.
         window, ramp: seconds; 0: the file does not say how long its window was.
         seed: of lengths, prompts and arrivals.
+        precision: of weights and KV.
         values: metric → value.
     """
 
@@ -40,6 +43,7 @@ class RealRun:
     window: float = 0.0
     ramp: float = RAMP_S
     seed: int = 0
+    precision: Precision = "bf16"
 
     @property
     def seconds(self) -> float:
@@ -50,20 +54,22 @@ class RealRun:
         return max(1, round(self.values["requests"] / rate))
 
 
-def real_runs(path: Path) -> Iterator[RealRun]:
-    """Cases of a file, in its order."""
+def real_runs(path: Path, precision: Precision = "bf16") -> Iterator[RealRun]:
+    """Cases of a file in one precision, in its order."""
+    of_loop, of_rate = re.compile(_CASE.format(precision)), re.compile(_RATE.format(precision))
     tables: dict[tuple[str, str], dict[str, float]] = {}
     for row in _rows(path):
         tables.setdefault((row.get("options", ""), row["case"]), {})[row["metric"]] = row["value"]
     for (options, case), values in tables.items():
-        loop, rate = _CASE.match(case), _RATE.match(case)
+        loop, rate = of_loop.match(case), of_rate.match(case)
         if not loop and not rate:
             continue
-        settings = tables.get((options, "8b bf16"), {})
+        settings = tables.get((options, f"8b {precision}"), {})
         step_tokens = int(_option(options, "--step-tokens", settings.get("step_tokens", 8192)))
         kind, amount = ("poisson", float(rate[1])) if rate else (loop[1], float(loop[2]))
         itl_target = _option(options, "--itl-target", settings.get("itl_target", 0))
-        label = f"{kind} {amount:g}, steps of {step_tokens}"
+        label = "" if precision == "bf16" else f"{precision}, "
+        label += f"{kind} {amount:g}, steps of {step_tokens}"
         if itl_target:
             label += f", ITL target {itl_target:g} ms"
         yield RealRun(
@@ -78,15 +84,17 @@ def real_runs(path: Path) -> Iterator[RealRun]:
             window=_option(options, "--seconds", settings.get("window", 0)),
             ramp=_option(options, "--ramp", settings.get("ramp", RAMP_S)),
             seed=int(rate[2]) if rate else 0,
+            precision=precision,
         )
 
 
-def decode_steps(path: Path) -> dict[int, float]:
+def decode_steps(path: Path, precision: Precision = "bf16") -> dict[int, float]:
     """Streams → mean step, ms."""
+    of_decode = re.compile(_DECODE.format(precision))
     return {
         int(found[1]): row["value"]
         for row in _rows(path)
-        if row["metric"] == "step" and (found := _DECODE.match(row["case"]))
+        if row["metric"] == "step" and (found := of_decode.match(row["case"]))
     }
 
 

@@ -1,6 +1,6 @@
 """Simulated beside real: the loads of a recorded run of `serve.py` or `goodput.py`, in the simulator; and the modelled card's fit.
 
-    python perf/simulated.py [--json] [--runs FILE] [--decode FILE] [--hold-out [LABEL …]] [--fit-on FILE FILE] [--fit]
+    python perf/simulated.py [--json] [--fp8] [--runs FILE] [--decode FILE] [--hold-out [LABEL …]] [--fit-on FILE FILE] [--fit]
 
 FILE: what `serve.py --json` printed, or a file in `results/` (which says for each row with which options it was run). Lengths,
 order, arrivals, ramp and window are those of the real run; so are rows, tokens of a step and promises. `error` is simulated ÷
@@ -12,7 +12,8 @@ What the card's rates were fitted to, they cannot be checked with. So, from rate
 `--hold-out`           each run (or those named) is simulated on a card that was fitted to all the others of the file, and to
                        the decode steps;
 `--fit-on RUNS DECODE` all of `--runs` on a card that was fitted to other files, and whose decode rates were then fitted to the
-                       steps of `--decode`: for runs of a later commit, whose kernels are others. Nothing of `--runs` is used.
+                       steps of `--decode`, unless they are the same: for runs of a later commit, whose kernels are others, or
+                       for other seeds. Nothing of `--runs` is used.
 
 `--fit` searches the rates of `CardRates` and `Host` that come closest to both files, from the present ones on, and prints them.
 """
@@ -25,11 +26,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fit import DECODE_RATES, METRICS, UNFITTED, Rates, decode_ms, fit, simulated
+from fit import DECODE_RATES, METRICS, UNFITTED, Rates, decode_ms, fit, modelled, simulated
 from recorded import RealRun, decode_steps, real_runs
 from report import Report
 
-from pagewire.simulator.card import H200, LLAMA_8B, CardRates, ModelledCard
+from pagewire.simulator.card import H200, ModelledCard, Precision
 from pagewire.simulator.simulation import Host
 
 _RESULTS = Path(__file__).with_name("results")
@@ -70,31 +71,36 @@ class Comparison:
         self._report.add(case, "itl_error", self.worst["itl"], "%")
 
 
-def compare_steps(report: Report, steps: dict[int, float], rates: CardRates) -> None:
+def compare_steps(report: Report, steps: dict[int, float], card: ModelledCard) -> None:
     """Steps of `decode.py`."""
-    card = ModelledCard(LLAMA_8B, rates)
     for streams, ms in steps.items():
         report.add(f"decode {streams}", "step, real", ms, "ms")
         report.add(f"decode {streams}", "step, error", 100 * (decode_ms(card, streams) / ms - 1), "%")
 
 
-def held_out(runs: list[RealRun], steps: dict[int, float], labels: list[str]) -> Iterator[tuple[RealRun, Rates]]:
+def held_out(
+    runs: list[RealRun], steps: dict[int, float], labels: list[str], precision: Precision
+) -> Iterator[tuple[RealRun, Rates]]:
     """Each run, or those of these labels, and rates fitted to all the others."""
     for out in runs:
         if labels and out.label not in labels:
             continue
-        rates, host, left = fit([run for run in runs if run is not out], steps, (UNFITTED, Host()))
+        others = [run for run in runs if run is not out]
+        rates, host, left = fit(others, steps, (UNFITTED, Host()), precision=precision)
         print(
             f"without {out.label}: root of the mean square {100 * math.sqrt(left):.1f} %", file=sys.stderr, flush=True
         )
         yield out, (rates, host)
 
 
-def fitted_elsewhere(runs: Path, decode: Path, steps: dict[int, float]) -> Rates:
+def fitted_elsewhere(runs: Path, decode: Path, steps: dict[int, float], precision: Precision) -> Rates:
     """Fitted to `runs` and `decode`; what decode alone tells, then to `steps`."""
-    rates, host, left = fit(list(real_runs(runs)), decode_steps(decode), (UNFITTED, Host()))
-    rates, host, again = fit([], steps, (rates, host), DECODE_RATES)
-    print(f"roots of the mean squares: {100 * math.sqrt(left):.1f}, {100 * math.sqrt(again):.1f} %", file=sys.stderr)
+    before = list(real_runs(runs, precision)), decode_steps(decode, precision)
+    rates, host, left = fit(*before, (UNFITTED, Host()), precision=precision)
+    print(f"root of the mean square: {100 * math.sqrt(left):.1f} %", file=sys.stderr)
+    if before[1] != steps:
+        rates, host, left = fit([], steps, (rates, host), DECODE_RATES, precision)
+        print(f"of the decode steps, then: {100 * math.sqrt(left):.1f} %", file=sys.stderr)
     return rates, host
 
 
@@ -109,23 +115,25 @@ def main() -> None:
     parser.add_argument("--hold-out", nargs="*", metavar="LABEL", help="fit to all runs but the one that is compared")
     parser.add_argument("--fit-on", type=Path, nargs=2, metavar=("RUNS", "DECODE"), help="fit to other files")
     parser.add_argument("--fit", action="store_true", help="search rates that come closer")
+    parser.add_argument("--fp8", action="store_true", help="runs with weights and KV in FP8, instead of those in bf16")
     given = parser.parse_args()
-    runs, steps = list(real_runs(given.runs)), decode_steps(given.decode)
+    precision: Precision = "fp8" if given.fp8 else "bf16"
+    runs, steps = list(real_runs(given.runs, precision)), decode_steps(given.decode, precision)
     if given.fit:
-        rates, host, left = fit(runs, steps)
+        rates, host, left = fit(runs, steps, precision=precision)
         print(f"{rates}\n{host}\nroot of the mean square: {100 * math.sqrt(left):.1f} %")
         return
     report = Report("simulate", as_json=given.json)
     comparison = Comparison(report)
     if given.hold_out is not None:
-        for run, rates in held_out(runs, steps, given.hold_out):
+        for run, rates in held_out(runs, steps, given.hold_out, precision):
             comparison.add(run, rates)
         comparison.conclude("against the card, held out")
     else:
-        rates = fitted_elsewhere(*given.fit_on, steps) if given.fit_on else (H200, Host())
+        rates = fitted_elsewhere(*given.fit_on, steps, precision) if given.fit_on else (H200, Host())
         for run in runs:
             comparison.add(run, rates)
-        compare_steps(report, steps, rates[0])
+        compare_steps(report, steps, modelled(rates[0], precision))
         comparison.conclude("against the card, held out" if given.fit_on else "against the card")
     report.finish()
 

@@ -31,6 +31,22 @@ def test_a_recorded_run_is_near():
         assert getattr(found, metric) == pytest.approx(run.values[metric], rel=0.12), metric
 
 
+def test_a_recorded_run_in_fp8_is_near():
+    fit, runs = load("fit"), load("recorded").real_runs(RESULTS / "2026-11-30-serve-2-h200.json", "fp8")
+    run = next(run for run in runs if run.label == "fp8, closed 64, steps of 1024, ITL target 12 ms")
+    found = fit.simulated(run, fit.H200, fit.Host(), run.seconds)
+    for metric in ("ttft_p50", "ttft_p95", "itl_p50", "itl_p99", "throughput"):
+        assert getattr(found, metric) == pytest.approx(run.values[metric], rel=0.12), metric
+
+
+def test_steps_are_those_of_one_precision():
+    decode_steps = load("recorded").decode_steps
+    bf16, fp8 = (decode_steps(RESULTS / "2026-11-30-decode-2-h200.json", of) for of in ("bf16", "fp8"))
+    assert sorted(bf16) == [1, 32, 128, 256, 512]
+    assert sorted(fp8) == [1, 128, 512]
+    assert all(fp8[streams] < 0.8 * bf16[streams] for streams in fp8)
+
+
 def test_runs_of_one_file_have_options_of_their_own():
     runs = load("recorded").real_runs(RESULTS / "2026-11-29-serve-2-h200.json")
     assert [(run.label, run.max_rows, run.seconds) for run in runs] == [
@@ -48,6 +64,8 @@ def lines(tmp_path, rows):
 def test_lines_of_a_run_just_made_are_read(tmp_path):
     rows = [("8b bf16", "step_tokens", 512.0), ("8b bf16, poisson 20", "requests", 200), ("8b fp8, closed 64", "x", 1)]
     (run,) = load("recorded").real_runs(lines(tmp_path, rows))
+    (other,) = load("recorded").real_runs(lines(tmp_path, rows), "fp8")
+    assert (other.precision, other.kind, other.values) == ("fp8", "closed", {"x": 1})
     assert (run.kind, run.amount, run.step_tokens, run.max_rows, run.seconds) == ("poisson", 20.0, 512, 512, 10)
     assert (run.itl_target, run.seed) == (0, 0)
 
@@ -96,9 +114,10 @@ def test_what_is_held_out_is_not_fitted_to(monkeypatch, tmp_path, capsys):
         for run in load("recorded").real_runs(simulated._RESULTS / "2026-11-29-serve-h200.json")
         if run.label in labels
     ]
-    monkeypatch.setattr(simulated, "real_runs", lambda _path: iter(runs))
+    monkeypatch.setattr(simulated, "real_runs", lambda _path, _precision: iter(runs))
 
-    def fit(runs, steps, start):
+    def fit(runs, steps, start, *, precision):
+        assert precision == "bf16"
         fitted_to.append([run.label for run in runs])
         assert steps
         assert start[0] is load("fit").UNFITTED

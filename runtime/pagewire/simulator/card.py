@@ -131,8 +131,8 @@ H200: Final = CardRates(
     name="h200",
     memory=0.9 * 150.1e9,
     reserved=3e9,
-    products={"bf16": Products(4.1e12, 3.35e12, 665e12, 2.7), "fp8": Products(2.0e12, 2.0e12, 1200e12, 4.0)},
-    decode={"bf16": 4.05e12, "fp8": 2.5e12},
+    products={"bf16": Products(4.1e12, 3.35e12, 665e12, 2.7), "fp8": Products(3.8e12, 2.75e12, 1240e12, 6.0)},
+    decode={"bf16": 4.05e12, "fp8": 2.8e12},
     prefill={"bf16": 480e12, "fp8": 290e12},
     attention_s=7e-6,
     prefill_s=16e-6,
@@ -150,8 +150,8 @@ H100: Final = replace(
     H200,
     name="h100",
     memory=0.9 * 85.0e9,
-    products={"bf16": Products(2.85e12, 2.35e12, 665e12, 2.7), "fp8": Products(1.4e12, 1.4e12, 1200e12, 4.0)},
-    decode={"bf16": 2.8e12, "fp8": 1.75e12},
+    products={"bf16": Products(2.85e12, 2.35e12, 665e12, 2.7), "fp8": Products(2.65e12, 1.9e12, 1240e12, 6.0)},
+    decode={"bf16": 2.8e12, "fp8": 1.95e12},
 )
 """NVIDIA H100 with 80 GB: an H200 with that card's memory, in bytes and in bandwidth. Not measured."""
 
