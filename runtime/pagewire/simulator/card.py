@@ -131,8 +131,8 @@ H200: Final = CardRates(
     name="h200",
     memory=0.9 * 150.1e9,
     reserved=3e9,
-    products={"bf16": Products(4.1e12, 3.35e12, 665e12, 2.7), "fp8": Products(3.8e12, 2.75e12, 1240e12, 6.0)},
-    decode={"bf16": 4.05e12, "fp8": 2.8e12},
+    products={"bf16": Products(4.1e12, 3.6e12, 635e12, 2.1), "fp8": Products(3.8e12, 2.75e12, 1240e12, 6.0)},
+    decode={"bf16": 4.1e12, "fp8": 2.8e12},
     prefill={"bf16": 480e12, "fp8": 290e12},
     attention_s=7e-6,
     prefill_s=16e-6,
@@ -144,14 +144,14 @@ H200: Final = CardRates(
     reduce_rate=350e9,
     transfer_rate=300e9,
 )
-"""NVIDIA H200. Reductions and transfers between cards are assumptions, all else was measured."""
+"""NVIDIA H200 under lasting load. Reductions and transfers between cards are assumptions, all else was fitted to recorded runs."""
 
 H100: Final = replace(
     H200,
     name="h100",
     memory=0.9 * 85.0e9,
-    products={"bf16": Products(2.85e12, 2.35e12, 665e12, 2.7), "fp8": Products(2.65e12, 1.9e12, 1240e12, 6.0)},
-    decode={"bf16": 2.8e12, "fp8": 1.95e12},
+    products={"bf16": Products(2.85e12, 2.5e12, 635e12, 2.1), "fp8": Products(2.65e12, 1.9e12, 1240e12, 6.0)},
+    decode={"bf16": 2.85e12, "fp8": 1.95e12},
 )
 """NVIDIA H100 with 80 GB: an H200 with that card's memory, in bytes and in bandwidth. Not measured."""
 
