@@ -42,3 +42,22 @@ async def test_once_after_each_flood_and_never_in_its_midst():
     await look(5000)
     await look(0)
     assert library.trimmed == 2
+
+
+async def test_among_clients_that_connect_for_each_request_too():
+    closed, library = [0], Library()
+    memory = FreeMemory(lambda: closed[0])
+    memory._library = library
+
+    async def look(more):
+        closed[0] += more
+        memory.look()
+        await asyncio.sleep(0.02)
+
+    for _ in range(30):
+        await look(150)
+    assert library.trimmed == 0, "there was no flood"
+    await look(3000)
+    for _ in range(30):
+        await look(150)
+    assert library.trimmed == 1

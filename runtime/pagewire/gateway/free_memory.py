@@ -18,6 +18,8 @@ _M_MMAP_THRESHOLD: Final = -3
 _APART: Final = 128 * 2**10
 """glibc's own first value; set, it stays: what is larger goes back to the system when it is freed."""
 _MANY: Final = 1000
+_QUIET: Final = 0.25
+"""It is quiet when so few were closed as a part of the most in such a time: clients that connect anew for each request never cease."""
 
 
 class FreeMemory:
@@ -30,6 +32,7 @@ class FreeMemory:
     def __init__(self, num_closed: Callable[[], int]) -> None:
         self._num_closed = num_closed
         self._seen = self._handed_back_at = num_closed()
+        self._most = 0  # from one look to the next, since it was handed back
         self._library: Any = None
         self._work: asyncio.Future[int] | None = None
         try:
@@ -43,10 +46,12 @@ class FreeMemory:
     def look(self) -> None:
         """To be called now and then. Handing back is for a thread: a tenth of a second after ten thousand connections."""
         before, self._seen = self._seen, self._num_closed()
-        is_quiet = self._seen - before < _MANY // 20
+        closed = self._seen - before
+        is_quiet = closed < max(_MANY // 20, _QUIET * self._most)
+        self._most = max(self._most, closed)
         if not is_quiet or self._seen - self._handed_back_at < _MANY:
             return
-        self._handed_back_at = self._seen
+        self._handed_back_at, self._most = self._seen, 0
         gc.collect()  # of what was made since the start; milliseconds
         if self._library is not None and (self._work is None or self._work.done()):
             self._work = asyncio.get_running_loop().run_in_executor(None, self._library.malloc_trim, 0)
