@@ -7,57 +7,46 @@ import asyncio
 from pagewire.gateway.free_memory import FreeMemory
 
 
-class Library:
+class Looks:
+    """Looks at connections of which so many more were closed each time; counts how often memory was handed back."""
+
     def __init__(self):
-        self.trimmed = 0
+        self.closed, self.trimmed = 500, 0
+        self._memory = FreeMemory(lambda: self.closed)
+        self._memory._library = self
 
     def malloc_trim(self, pad):
         self.trimmed += 1
         return 1
 
+    async def __call__(self, more, times=1):
+        for _ in range(times):
+            self.closed += more
+            self._memory.look()
+            await asyncio.sleep(0.02)
+
 
 async def test_once_after_each_flood_and_never_in_its_midst():
-    closed, library = [500], Library()
-    memory = FreeMemory(lambda: closed[0])
-    memory._library = library
-
-    async def look(more):
-        closed[0] += more
-        memory.look()
-        await asyncio.sleep(0.02)
-
-    for _ in range(20):
-        await look(0)
+    look = Looks()
+    await look(0, 20)
     await look(900)
     await look(0)
-    assert library.trimmed == 0, "a few hundred are nothing"
-    for _ in range(5):
-        await look(700)
-        assert library.trimmed == 0, "more are coming"
+    assert look.trimmed == 0, "a few hundred are nothing"
+    await look(700, 5)
+    assert look.trimmed == 0, "more are coming"
     await look(10)
-    assert library.trimmed == 1
-    for _ in range(20):
-        await look(0)
-    assert library.trimmed == 1
+    assert look.trimmed == 1
+    await look(0, 20)
+    assert look.trimmed == 1
     await look(5000)
     await look(0)
-    assert library.trimmed == 2
+    assert look.trimmed == 2
 
 
 async def test_among_clients_that_connect_for_each_request_too():
-    closed, library = [0], Library()
-    memory = FreeMemory(lambda: closed[0])
-    memory._library = library
-
-    async def look(more):
-        closed[0] += more
-        memory.look()
-        await asyncio.sleep(0.02)
-
-    for _ in range(30):
-        await look(150)
-    assert library.trimmed == 0, "there was no flood"
+    look = Looks()
+    await look(150, 30)
+    assert look.trimmed == 0, "there was no flood"
     await look(3000)
-    for _ in range(30):
-        await look(150)
-    assert library.trimmed == 1
+    await look(150, 30)
+    assert look.trimmed == 1
