@@ -23,7 +23,7 @@ class Looks:
         for _ in range(times):
             self.closed += more
             self._memory.look()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.002)
 
 
 async def test_once_after_each_flood_and_never_in_its_midst():
@@ -36,7 +36,7 @@ async def test_once_after_each_flood_and_never_in_its_midst():
     assert look.trimmed == 0, "more are coming"
     await look(10)
     assert look.trimmed == 1
-    await look(0, 20)
+    await look(0, 80)
     assert look.trimmed == 1
     await look(5000)
     await look(0)
@@ -47,6 +47,15 @@ async def test_among_clients_that_connect_for_each_request_too():
     look = Looks()
     await look(150, 30)
     assert look.trimmed == 0, "there was no flood"
-    await look(3000)
-    await look(150, 30)
+    await look(550, 18)
+    assert look.trimmed == 0
+    await look(150, 200)
     assert look.trimmed == 1
+
+
+async def test_seldom_among_clients_that_come_in_waves():
+    look = Looks()
+    for _ in range(60):
+        await look(2000)
+        await look(100)
+    assert 1 <= look.trimmed <= 2

@@ -18,8 +18,11 @@ _M_MMAP_THRESHOLD: Final = -3
 _APART: Final = 128 * 2**10
 """glibc's own first value; set, it stays: what is larger goes back to the system when it is freed."""
 _MANY: Final = 1000
-_QUIET: Final = 0.25
-"""It is quiet when so few were closed as a part of the most in such a time: clients that connect anew for each request never cease."""
+_QUIET: Final = 0.5
+"""It is quiet when so few were closed as a part of the most in such a time: clients that connect anew for each request never cease.
+A flood that closes less than twice as many as they do is not told from them; what it leaves goes with the next."""
+_LEAST_LOOKS: Final = 60
+"""From one time to the next: clients that come in waves are no reason to collect every second."""
 
 
 class FreeMemory:
@@ -33,6 +36,7 @@ class FreeMemory:
         self._num_closed = num_closed
         self._seen = self._handed_back_at = num_closed()
         self._most = 0  # from one look to the next, since it was handed back
+        self._looks = _LEAST_LOOKS  # since then
         self._library: Any = None
         self._work: asyncio.Future[int] | None = None
         try:
@@ -49,9 +53,10 @@ class FreeMemory:
         closed = self._seen - before
         is_quiet = closed < max(_MANY // 20, _QUIET * self._most)
         self._most = max(self._most, closed)
-        if not is_quiet or self._seen - self._handed_back_at < _MANY:
+        self._looks += 1
+        if not is_quiet or self._looks < _LEAST_LOOKS or self._seen - self._handed_back_at < _MANY:
             return
-        self._handed_back_at, self._most = self._seen, 0
+        self._handed_back_at, self._most, self._looks = self._seen, 0, 0
         gc.collect()  # of what was made since the start; milliseconds
         if self._library is not None and (self._work is None or self._work.done()):
             self._work = asyncio.get_running_loop().run_in_executor(None, self._library.malloc_trim, 0)
