@@ -96,9 +96,11 @@ def residuals(
     return np.array(terms)
 
 
-def loss(runs: Sequence[RealRun], steps: dict[int, float], rates: CardRates, host: Host) -> float:
+def loss(
+    runs: Sequence[RealRun], steps: dict[int, float], rates: CardRates, host: Host, precision: Precision = "bf16"
+) -> float:
     """Mean of squared logarithms of simulated ÷ real."""
-    return float(np.mean(residuals(runs, steps, rates, host) ** 2))
+    return float(np.mean(residuals(runs, steps, rates, host, precision) ** 2))
 
 
 def fit(

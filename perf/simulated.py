@@ -115,10 +115,18 @@ def main() -> None:
     parser.add_argument("--hold-out", nargs="*", metavar="LABEL", help="fit to all runs but the one that is compared")
     parser.add_argument("--fit-on", type=Path, nargs=2, metavar=("RUNS", "DECODE"), help="fit to other files")
     parser.add_argument("--fit", action="store_true", help="search rates that come closer")
-    parser.add_argument("--fp8", action="store_true", help="runs with weights and KV in FP8, instead of those in bf16")
+    parser.add_argument(
+        "--fp8",
+        action="store_true",
+        help="runs with weights and KV in FP8 instead of bf16: results/2026-11-30-goodput-4-h200.json, -decode-2-h200.json",
+    )
     given = parser.parse_args()
     precision: Precision = "fp8" if given.fp8 else "bf16"
     runs, steps = list(real_runs(given.runs, precision)), decode_steps(given.decode, precision)
+    if not runs:
+        parser.error(f"{given.runs} has no runs in {precision}")
+    if unknown := set(given.hold_out or ()) - {run.label for run in runs}:
+        parser.error(f"{given.runs} has no {min(unknown)!r}, but {', '.join(repr(run.label) for run in runs)}")
     if given.fit:
         rates, host, left = fit(runs, steps, precision=precision)
         print(f"{rates}\n{host}\nroot of the mean square: {100 * math.sqrt(left):.1f} %")

@@ -106,6 +106,46 @@ def test_a_fit_finds_rates_that_it_was_not_told():
         assert fit.decode_ms(found_card, n) == pytest.approx(fit.decode_ms(card, n), rel=0.03)
 
 
+def test_a_fit_in_fp8_leaves_the_rates_of_bf16_alone():
+    fit = load("fit")
+    steps = load("recorded").decode_steps(RESULTS / "2026-11-30-decode-2-h200.json", "fp8")
+    start = fit.UNFITTED, fit.Host()
+    found, _, left = fit.fit([], steps, start, fit.DECODE_RATES, "fp8")
+    assert left == pytest.approx(fit.loss([], steps, found, fit.Host(), "fp8"))
+    assert left < 0.5 * fit.loss([], steps, *start, "fp8")
+    assert (found.products["bf16"], found.decode["bf16"]) == (start[0].products["bf16"], start[0].decode["bf16"])
+    assert (found.products["fp8"], found.decode["fp8"]) != (start[0].products["fp8"], start[0].decode["fp8"])
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_decode_rates_are_fitted_again_only_to_other_steps(same, monkeypatch, capsys):
+    simulated, fitted_to = load("simulated"), []
+    runs, decode = RESULTS / "2026-11-30-serve-2-h200.json", RESULTS / "2026-11-30-decode-2-h200.json"
+
+    def fit(runs, steps, start, names=None, precision="bf16"):
+        fitted_to.append((len(runs), sorted(steps), names, precision))
+        return *start, 0.0
+
+    monkeypatch.setattr(simulated, "fit", fit)
+    steps = load("recorded").decode_steps(decode, "fp8")
+    simulated.fitted_elsewhere(runs, decode, steps if same else {64: 4.0}, "fp8")
+    assert fitted_to[0] == (2, [1, 128, 512], None, "fp8")
+    assert fitted_to[1:] == ([] if same else [(0, [64], load("fit").DECODE_RATES, "fp8")])
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [(["--fp8"], "no runs in fp8"), (["--hold-out", "closed 65"], "has no 'closed 65', but 'closed 64")],
+)
+def test_nothing_to_compare_is_a_refusal(flags, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["simulated.py", *flags])
+    with pytest.raises(SystemExit) as ended:
+        load("simulated").main()
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 def test_what_is_held_out_is_not_fitted_to(monkeypatch, tmp_path, capsys):
     simulated, fitted_to = load("simulated"), []
     labels = ["closed 64, steps of 384", "poisson 30, steps of 512"]
