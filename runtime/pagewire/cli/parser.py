@@ -57,10 +57,11 @@ class Parser(argparse.ArgumentParser):
         """Argparse's own complaint lists every command and guesses none."""
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            what = "command" if action.dest == "command" else action.dest.rpartition(".")[2]
             near = get_close_matches(str(value), choices, 1)
             known = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(choices)}"
-            raise argparse.ArgumentError(None if what == "command" else action, f"there is no {what} {value!r}{known}")
+            if action.dest == "command":
+                raise argparse.ArgumentError(None, f"there is no command {value!r}{known}")
+            raise argparse.ArgumentError(action, f"{value!r} is no value of it{known}")
 
     def _parse_optional(self, arg_string: str) -> Any:
         """Argparse takes whatever begins with a minus for a flag; one key in 85 does."""
