@@ -55,7 +55,7 @@ async def test_among_clients_that_connect_for_each_request_too():
 
 async def test_seldom_among_clients_that_come_in_waves():
     look = Looks()
-    for _ in range(60):
+    for _ in range(40):
         await look(2000)
         await look(100)
-    assert 1 <= look.trimmed <= 2
+    assert 5 <= look.trimmed <= 10

@@ -21,7 +21,7 @@ _MANY: Final = 1000
 _QUIET: Final = 0.5
 """It is quiet when so few were closed as a part of the most in such a time: clients that connect anew for each request never cease.
 A flood that closes less than twice as many as they do is not told from them; what it leaves goes with the next."""
-_LEAST_LOOKS: Final = 60
+_LEAST_LOOKS: Final = 8
 """From one time to the next: clients that come in waves are no reason to collect every second."""
 
 
